@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import inspect
 import logging
 import sys
@@ -12,7 +14,7 @@ import typer
 from rich.table import Column, Table
 from rich.text import Text
 
-from lra import caches, ranks
+from lra import caches, ranks, timeline
 from lra.commands import app, bench_app, config_app, data_app, ls_app, results_app, verb
 from lra.completion import complete_fields
 from lra.errors import UsageError, explain_system_error
@@ -42,6 +44,7 @@ def fit(fields: Fields = None) -> None:
     from lra.training.fit import fit as run
 
     result = run(*(fields or ()))
+    timeline.mark_phase("end of process")
     if result:  # only rank 0 has one
         print_scores(result)
         folder = result["directory"]
@@ -295,6 +298,19 @@ def bench_step(
     print_measured(step_tables(result), step_notes(result), any(record.failed for record in result.loops))
 
 
+@verb(bench_app, "start", "lra.bench.start:parse_start_fields")
+def bench_start(
+    fields: Annotated[
+        list[str] | None, typer.Argument(metavar="task=… attn=… [recipe=…] [cold=true] [out=<file>] [field=value …]")
+    ] = None,
+) -> None:
+    """Where the seconds of one lra fit go, from the start of its process to its end."""
+    from lra.bench.start import measure_start, start_notes, start_table
+
+    result = measure_start(fields or ())
+    print_measured([start_table(result)], start_notes(result))
+
+
 @verb(results_app, "pack", "lra.experiments.results.archive:PackOptions")
 def results_pack(
     fields: Annotated[
@@ -322,6 +338,8 @@ def results_merge(
 
 
 def main() -> None:
+    timeline.begin_timeline()
+    atexit.register(gc.freeze)  # no object is searched for garbage once more: with PyTorch that takes a second
     with guard_streams() as output:
         try:
             _main()

@@ -7,6 +7,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +19,7 @@ from lra.config import registry
 from lra.data.writer import StoreWriter
 from lra.environment import current_commit, package_versions
 from lra.training.step import Step
-from tests.command_line import DATA, RUN, lra, process, refused
+from tests.command_line import DATA, ROOT, RUN, lra, process, refused
 
 
 @pytest.fixture(autouse=True)
@@ -377,3 +379,12 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(here):
         refused(lra(*FIT, "name=full"), "checkpoints/runs/listops/flash/full-s0 can't be used .*resume=auto goes on")
     assert (run / "last.ckpt").exists() and not (run / "result.json").exists(), "nothing of the run failed"
     assert lra(*FIT, "name=full", "resume=auto").code == 0
+
+
+def test_at_the_end_of_the_process_no_garbage_is_searched_for():
+    program = (
+        "import atexit, gc, sys; atexit.register(lambda: print(gc.get_freeze_count() > 0)); from lra.cli import main"
+    )
+    command = [sys.executable, "-c", f"{program}; sys.argv[1:] = ['--version']; main()"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.stdout.splitlines()[-1] == "True"

@@ -30,6 +30,7 @@ from lra.models.heads import classifier
 from lra.models.transformer import Encoder, Transformer
 from lra.tasks import TaskFacts, task_version, versioned_name
 from lra.tasks.batches import Collation, EvalBatches, TrainBatches
+from lra.timeline import inner_phase
 
 MOST_EXAMPLES = 10**7  # in a generated split: a hundred times those of LRA
 MOST_TOKENS = 1 << 20  # in a sequence: 16 times those of Path-256
@@ -155,10 +156,12 @@ class TaskData(pl.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         if not hasattr(self, "parts"):  # only once, as the store may be prepared anew during a run
-            self.store = self.open()
-            self.parts = self.splits(self.store)
+            with inner_phase("opening data"):
+                self.store = self.open()
+                self.parts = self.splits(self.store)
         if self.collation is not None and self.resident is None:  # only once, as a test after training uses the same
-            self.resident = self._upload(self.test_sets if stage == "test" else ("train", "val", *self.test_sets))
+            with inner_phase("uploading data"):
+                self.resident = self._upload(self.test_sets if stage == "test" else ("train", "val", *self.test_sets))
 
     def _upload(self, names: Sequence[str]) -> dict[str, Examples]:
         """Puts splits on the GPU if there is one and all of them fit into the share of its memory for data."""

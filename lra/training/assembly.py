@@ -19,7 +19,9 @@ from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule
 from lra.tasks.batches import Collation, Rank
 from lra.tasks.objectives import with_objective
+from lra.timeline import recorded_timeline
 from lra.training.clock import Clock
+from lra.training.compiling import record_compiled_kernels, record_compiled_regions
 from lra.training.curves import Curves
 from lra.training.early_validation import EarlyValidation
 from lra.training.faults import NonFiniteGuard
@@ -139,9 +141,14 @@ def resolve_engine(module: TaskModule, step: Step, device: torch.device) -> str:
     """Returns the engine of the training steps and prepares it and evaluation. UsageError if it can't run here."""
     if device.type == "cuda":
         watch_kernels(device.index or 0)
+    timeline = recorded_timeline()
+    if timeline is not None and device.type == "cuda":
+        record_compiled_kernels(timeline)
     if not step.captures(module, device):
         return "eager"
     start_compilers()
+    if timeline is not None:
+        record_compiled_regions(timeline)
     torch.compiler.reset()  # models that this process compiled before count against Dynamo's limits
     step.compile_evaluation(module)
     return "captured"

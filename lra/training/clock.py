@@ -11,6 +11,7 @@ import torch
 
 from lra import environment
 from lra.errors import is_out_of_memory
+from lra.timeline import mark_phase
 
 # a grid sets this for its runs: how many of them use one GPU at once
 RUNS_PER_DEVICE = "LRA_RUNS_PER_DEVICE"
@@ -80,30 +81,36 @@ class Clock(pl.Callback):
             self.seconds, self.steps, self.sharing, self._computed = 0.0, 0, 1, self._here
         self.sharing = max(self.sharing, _planned())
         self._look_around(trainer)
+        mark_phase("first steps")
         self._entered = time.perf_counter()
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         # this starts after validation has written its checkpoints
         if self.first is not None and self._started is None:
             self._started = time.perf_counter(), trainer.global_step
+            mark_phase("training")
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if self.first is None:
             synchronize(trainer)
             self.first = time.perf_counter() - self._entered
+            mark_phase("training")
 
     def on_validation_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
         self.stop(trainer)
+        mark_phase("validation" if self.validation else "first validation")
         if time.perf_counter() - self._looked >= self.LOOK:
             self._look_around(trainer)
         self._entered = time.perf_counter()
 
     def on_train_end(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
         self.stop(trainer)
+        mark_phase("end of training")
         self._look_around(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
         self.validation += time.perf_counter() - self._entered
+        mark_phase("checkpoints")
 
     def on_exception(self, trainer: pl.Trainer, _: pl.LightningModule, exception: BaseException) -> None:
         if is_out_of_memory(exception):  # count who holds the memory that ran out

@@ -1,15 +1,20 @@
-"""Compiles functions of a batch."""
+"""Compiles functions of a batch, and records how long that takes."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lra import environment
 from lra.batch import Batch
+from lra.timeline import Timeline
+
+AUTOTUNING = "CachingAutotuner.benchmark_all_configs"  # what PyTorch calls it
 
 
 def compile_batched(function: Callable[[Batch], Tensor], deterministic: bool) -> Callable[[Batch], Tensor]:
@@ -34,3 +39,45 @@ def compile_batched(function: Callable[[Batch], Tensor], deterministic: bool) ->
         return compiled(batch)
 
     return run
+
+
+def record_compiled_kernels(timeline: Timeline) -> None:
+    """Records what Triton compiles in this process: a phase, and the seconds of each kernel as the fact `kernels`."""
+    from triton import knobs
+
+    seconds: Counter[str] = Counter()
+
+    def listen(*, metadata: dict[str, Any], times: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            seconds[metadata["name"]] += times.total / 1e6
+
+    knobs.compilation.listener = listen
+    timeline.count("compiling kernels", seconds.total)
+    timeline.facts["kernels"] = lambda: {name: round(took, 3) for name, took in seconds.most_common()}
+
+
+def record_compiled_regions(timeline: Timeline) -> None:
+    """Records what torch.compile compiles: phases, and the seconds of each region and pass as the fact `regions`.
+
+    PyTorch has no public names for this, so all of them are here. They are those of PyTorch 2.11 to 2.13.
+    """
+    from torch._dynamo import utils
+    from torch._dynamo.callback import on_compile_end, on_compile_start
+
+    on_compile_start(lambda _: timeline.enter("compiling"))
+    on_compile_end(lambda _: timeline.leave())
+    timeline.count("autotuning", lambda: sum(utils.compilation_time_metrics.get(AUTOTUNING, ())))
+    timeline.facts["regions"] = lambda: _regions(utils.get_compilation_metrics())
+
+
+def _regions(compiled: list[Any]) -> list[dict[str, Any]]:
+    """The seconds of each region and pass. A backward pass has no name, but the number of its forward pass."""
+    names = {each.compile_id: each.co_name for each in compiled if each.co_name}
+    return [
+        {
+            "region": names.get(each.compile_id, each.compile_id),
+            "pass": "forward" if each.is_forward else "backward",
+            "seconds": round((each.duration_us or 0) / 1e6, 3),
+        }
+        for each in compiled
+    ]

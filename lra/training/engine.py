@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lra.batch import Batch
 from lra.data.collated import CollatedBatch
+from lra.timeline import inner_phase
 from lra.training.optim import Optimizer
 
 
@@ -38,7 +39,7 @@ class CapturedFunction:
             return
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, pool=self.pool):
+            with inner_phase("capturing"), torch.cuda.graph(self.graph, pool=self.pool):
                 self.function()
         self.graph.replay()
 

@@ -26,6 +26,7 @@ from lra.kernels.library import clear_kernels_run
 from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
 from lra.tasks.base import TaskModule
+from lra.timeline import mark_phase
 from lra.training import checkpoints, provenance, result, transfer
 from lra.training.assembly import Assembly, assemble
 from lra.training.data_size import count_examples
@@ -95,6 +96,7 @@ def fit(*args: str) -> dict[str, Any]:
 
 def _fit(args: Iterable[str], later: tuple[int, ...] = ()) -> dict[str, Any]:
     """`fit`. `later`: steps of each run that follows in the same command."""
+    mark_phase("configuration")
     composed = configure(args, count=functools.partial(count_examples, prepare=True))
     run: RunConfig = composed.config
     first = join_launch(run, composed.origin["trainer.devices"] == FROM_COMMAND_LINE).rank == 0
@@ -108,13 +110,17 @@ def _fit(args: Iterable[str], later: tuple[int, ...] = ()) -> dict[str, Any]:
     if composed.start and directory.checkpoint() is None:
         assemble(run, directory).data.prepare_data()  # refuse now, before another run trains for hours
         _finish_earlier_run(composed.start, (run.trainer.steps, *later))
+    mark_phase("model")
     parts = assemble(run, directory, later)
     begun = _begin(run, directory, parts)
+    mark_phase("provenance")
     if first:
         environment.warn_unclean()
         provenance.begin_provenance(parts.module, directory.path, resumed=begun.checkpoint is not None)
+    mark_phase("data")
     parts.data.prepare_data()  # after all checks; on every rank, and the store's lock lets one work
     parts.data.check_ranks(parts.trainer.world_size)
+    mark_phase("start of training")
     what = describe_run(run, parts)
     parts.clock.begin(parts.trainer, what)
     preemption = Preemption(run, directory.last, parts.clock)
@@ -197,6 +203,7 @@ def _train(run: RunConfig, directory: RunDirectory, parts: Assembly, begun: Star
 def _score(directory: RunDirectory, parts: Assembly) -> dict[str, Any]:
     """Scores the test sets with the best checkpoint and writes its weights. Returns the scores on rank 0, else {}."""
     data, module, trainer = parts.data, parts.module, parts.trainer
+    mark_phase("test")
     say(f"scoring {describe_test_sets(data)}")
     checkpoints.verify_checkpoint(directory.best)  # if it is gone, `read_checkpoint` would ask for another
     weights, identity = checkpoints.read_checkpoint(directory.best)
@@ -206,6 +213,7 @@ def _score(directory: RunDirectory, parts: Assembly) -> dict[str, Any]:
     trainer.test(module, datamodule=data, verbose=False)
     if not trainer.is_global_zero:
         return {}
+    mark_phase("result")
     provenance.end_provenance(module)
     checkpoints.save_weights(module, directory.weights)
     best = trainer.checkpoint_callback.best_model_score  # type: ignore[union-attr]
