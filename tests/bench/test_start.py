@@ -88,6 +88,7 @@ def test_a_run_from_its_start_to_its_end(here):
     assert "recipe=demo, own, empty compile caches" in done.out
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_ends_with_its_code(here):
     Path("checkpoints").write_text("no folder")
     done = process("bench", "start", *arguments("out=start.json"))

@@ -21,6 +21,7 @@ from lra.training import assembly, checkpoints, fit
 from lra.training import step as step_module
 from lra.training.compiling import compile_batched
 from lra.training.step import Step
+from tests.sampling import sampled
 from tests.tasks.test_augmentations import expressions
 from tests.tasks.test_hiding import LAYOUTS, gathered
 from tests.tasks.test_masked import MODEL, SHORT
@@ -125,7 +126,7 @@ def test_the_loss_is_the_same_however_the_batch_is_divided(task, pooling):
 
 @torch.no_grad()
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("task", FIELDS)
+@pytest.mark.parametrize("task", sampled(FIELDS))
 def test_compiled_is_the_same(task, backend, monkeypatch):
     here = module(task, *FIELDS[task], "model.attn_dropout=0")
     torch.compiler.reset()

@@ -212,7 +212,7 @@ def test_resuming_changes_nothing(trained, monkeypatch, objective):
     assert parts["test"] == whole["test"]
 
 
-@pytest.mark.parametrize("loss", ["l1", "cross_entropy"])
+@pytest.mark.parametrize("loss", ["l1", pytest.param("cross_entropy", marks=pytest.mark.slow)])
 def test_images_are_pretrained_then_trained(loss, tmp_path, monkeypatch):
     """Each image has one grey, which hidden pixels have, too."""
     monkeypatch.chdir(tmp_path)

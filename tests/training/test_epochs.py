@@ -207,6 +207,7 @@ def test_the_data_of_a_chain_of_runs_are_prepared(text, recipe):
     assert (before["steps"], result["steps"]) == (18, 9)
 
 
+@pytest.mark.slow
 def test_two_processes_count_alike(text, here):
     command = [sys.executable, "-m", "lra", "fit", *text, "trainer.epochs=1", "trainer.devices=2", "name=two"]
     run = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=240, env=alone())

@@ -143,6 +143,7 @@ def test_a_plateau_goes_with_averages_cooldown_smoothing_and_epochs(small, monke
     assert same(state(last(whole)), state(last(lra.fit(*passes, "trainer.epochs=0.96"))))  # 12 batches of 8 of 100
 
 
+@pytest.mark.slow
 def test_a_plateau_that_a_signal_ends_between_validations_resumes_bitwise(small):
     options = (*EACH, *PLATEAU, "trainer.eval_every=2", "optim.plateau_patience=0", "optim.lr=1e-9")
     whole = small("name=whole", *options)
@@ -217,6 +218,7 @@ def test_both_go_together(small):
     assert result["stopped"]["step"] == 6
 
 
+@pytest.mark.slow
 def test_two_processes_end_together(tmp_path, small):
     options = (*FLAT, *PLATEAU, "trainer.patience=5", "model.attn_dropout=0")
     one = small(*options, "name=one")
