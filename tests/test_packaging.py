@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.command_line import DATA, RUN
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -145,10 +147,16 @@ def test_no_advice_names_a_package_index_that_has_no_lra():
     assert files and not [file for file in files if "pip install lra" in file.read_text()]
 
 
+HEAVY = {
+    "torch", "pytorch_lightning", "triton", "datasets", "numba", "numpy", "matplotlib", "pyarrow", "scipy", "sympy",
+    "torchmetrics", "PIL", "huggingface_hub",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("arguments", "printed"),
     [(["ls", "tasks"], "listops"), (["ls", "attns"], "flash"), (["ls", "recipes"], "xiong2021"),
-     (["--version"], "torch"), (["fit", "--help"], "xiong2021")],
+     (["--version"], "torch"), (["fit", "--help"], "xiong2021"), (["--help"], "Train Transformers")],
     ids=str,
 )  # fmt: skip
 def test_listing_imports_neither_pytorch_nor_lightning(arguments, printed):
@@ -159,11 +167,43 @@ sys.argv = ["lra", *{arguments}]
 try:
     main()
 finally:
-    print("imported:", *sorted({{"torch", "pytorch_lightning", "triton", "datasets", "numba"}} & sys.modules.keys()))
+    print("imported:", *sorted({HEAVY} & sys.modules.keys()))
 """
     output = run(sys.executable, "-c", program, cwd=ROOT)
     assert output.splitlines()[-1].strip() == "imported:"
     assert printed in output
+
+
+AFTER_THE_FIRST_LINE = (
+    "datasets", "pyarrow", "huggingface_hub", "numba", "scipy", "pandas", "sklearn", "torchvision", "transformers",
+    "tensorboard", "tensorboardX", "google.protobuf", "torch.utils.tensorboard", "torch._inductor.compile_fx",
+    "lra.bench", "lra.experiments", "lra.kernels.flash.launch_attention", "lra.kernels.flash.forward",
+    "lra.kernels.layers.launch_layers", "lra.kernels.softmax.softmax_kernels",
+)  # fmt: skip
+
+
+def test_a_run_begins_without_what_it_needs_later_or_not_at_all(tmp_path, monkeypatch):
+    """Lightning itself imports torch._dynamo, and with it Triton and SymPy; and torchmetrics imports Matplotlib."""
+    program = f"""
+import gc, io, os, sys
+from lra.cli import main
+class FirstLine(io.StringIO):
+    def write(self, text):
+        collector = f"collector: {{gc.isenabled()}} {{gc.get_freeze_count() > 100_000}}"
+        imported = "imported:", *sorted({set(AFTER_THE_FIRST_LINE)} & sys.modules.keys())
+        print(text.strip(), collector, " ".join(imported), sep="\\n", file=sys.__stdout__, flush=True)
+        os._exit(0)
+sys.argv = ["lra", "fit", *{RUN}]
+sys.stdout = FirstLine()
+main()
+"""
+    monkeypatch.setenv("LRA_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    run(sys.executable, "-m", "lra", "data", "prepare", *DATA, cwd=tmp_path)
+    first, collector, imported = run(sys.executable, "-c", program, cwd=tmp_path).splitlines()
+    assert "attention flash by sdpa" in first
+    assert imported == "imported:"
+    assert collector == "collector: True True", "it collects again, but not what the imports made"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from pytorch_lightning.utilities import rank_zero_only
 
 from lra.errors import UsageError, name_file
 from lra.reading import read_csv
-from lra.training import tensorboard
 from lra.training.run_directory import replace_file, write_text
 
 CURVE_COLUMNS: tuple[str, ...] = ("step", "train/loss", "lr", "val/loss", "val/accuracy")
@@ -36,6 +35,8 @@ class Curves(Logger):
         if not row:
             return
         assert step is not None
+        from lra.training import tensorboard  # imported with the first row, as it would delay the first line of a run
+
         if self.events is None:
             self.events = self._start(step)
         with name_file(self.path), self.path.open("a", newline="") as file:
@@ -44,6 +45,8 @@ class Curves(Logger):
             file.write(tensorboard.encode_row(row, step))
 
     def _start(self, step: int) -> Path:
+        from lra.training import tensorboard
+
         rows = read_curves(self.path) if self.path.exists() else []
         kept = [{name: row[name] for name in CURVE_COLUMNS if name in row} for row in rows if int(row["step"]) < step]
         text = io.StringIO(newline="")
