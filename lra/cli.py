@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from lra import caches, ranks, timeline
-from lra.commands import app, bench_app, config_app, data_app, importing, ls_app, results_app, verb
+from lra.commands import app, bench_app, config_app, data_app, ls_app, results_app, uncollected_imports, verb
 from lra.completion import complete_fields
 from lra.errors import UsageError, explain_system_error
 from lra.help import FitCommand
@@ -41,7 +41,7 @@ def fit(fields: Fields = None) -> None:
 
     The same command again prints the result of a finished run; resume=auto goes on with an unfinished one.
     """
-    with importing():
+    with uncollected_imports():
         from lra.training.fit import fit as run
 
     result = run(*(fields or ()))
@@ -58,7 +58,7 @@ def test(
     fields: Annotated[list[str] | None, typer.Argument(metavar="init=<run or checkpoint> [field=value …]")] = None,
 ) -> None:
     """Score a checkpoint on its task's test sets."""
-    with importing():
+    with uncollected_imports():
         from lra.training.evaluate import test as run
 
     if result := run(*(fields or ())):  # only rank 0 has one
@@ -203,7 +203,7 @@ def ls_runs(
 @verb(config_app, "show", "lra.training.fit:configure")
 def config_show(fields: Fields = None) -> None:
     """Every field: its value, where that came from, what else it may be, and what it means."""
-    with importing():
+    with uncollected_imports():
         from lra.config.compose import flatten, to_dict
         from lra.config.fields import describe_fields, format_value
         from lra.kernels import effective_dropout

@@ -76,7 +76,7 @@ def verb(
 
 
 @contextmanager
-def importing() -> Iterator[None]:
+def uncollected_imports() -> Iterator[None]:
     """Collects no garbage while PyTorch is imported inside, and leaves what the imports made out of later collections.
 
     The imports make several hundred thousand objects that stay until the process ends. Searching them again and again
