@@ -15,6 +15,8 @@ os.environ["LRA_WARNED_UNCLEAN"] = "true"  # what is printed does not depend on 
 import pytest
 import torch
 
+pytest.register_assert_rewrite("tests.equal_learning")
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
 

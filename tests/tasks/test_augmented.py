@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,13 @@ from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
 from lra.tasks.objectives import with_objective
 from lra.training import assembly, checkpoints, fit
-from lra.training import step as step_module
 from lra.training.compiling import compile_batched
-from lra.training.step import Step
+from tests.config.effects import merged
+from tests.equal_learning import check_captured, check_layouts_and_buffers, check_resuming, same
 from tests.sampling import sampled
 from tests.tasks.test_augmentations import expressions
 from tests.tasks.test_hiding import LAYOUTS, gathered
 from tests.tasks.test_masked import MODEL, SHORT
-from tests.training.test_fit import interrupt_at
 
 OPERANDS = ("augment.operands=true",)
 IMAGES = (
@@ -152,14 +152,9 @@ def trained(tmp_path, monkeypatch):
     }
 
     def run(task: str, *args: str) -> dict[str, Any]:
-        given = (f"task={task}", *shared, *fields[task], *args)
-        return lra.fit(*{arg.partition("=")[0]: arg for arg in given}.values())
+        return lra.fit(*merged(f"task={task}", *shared, *fields[task], *args))
 
     return run
-
-
-def same(a: dict[str, Any], b: dict[str, Any], rel: float = 1e-4) -> None:
-    assert a["test"]["n"] == b["test"]["n"] and a["test"]["loss"] == pytest.approx(b["test"]["loss"], rel=rel)
 
 
 def weights(result: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -172,14 +167,15 @@ def alike(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def test_neither_layout_nor_micro_batches_nor_buffers_change_a_run(trained, monkeypatch):
-    packed, plain = trained("listops", "name=packed"), trained("listops", "name=plain", "augment.operands=false")
+    train = functools.partial(trained, "listops")
+
+    def check(one: dict[str, Any], other: dict[str, Any]) -> None:
+        assert alike(one, other)
+
+    packed = check_layouts_and_buffers(train, monkeypatch, check=check)
+    plain = train("name=plain", "augment.operands=false")
     assert packed["config"]["augment"] == {"operands": True} and "augment" not in plain["config"]
     assert not alike(packed, plain)
-    assert alike(packed, trained("listops", "name=padded", "batch.layout=padded"))
-    assert alike(packed, trained("listops", "name=parts", "batch.micro=3"))
-    monkeypatch.setattr(Step, "captures", lambda *_: True)  # the captured step's buffers, without graphs
-    monkeypatch.setattr(step_module.torch, "compile", lambda function, **options: function)
-    assert alike(packed, trained("listops", "name=static", "batch.micro=3"))
     same(packed, lra.test(f"init={packed['directory']}", "batch.eval=5"))
 
 
@@ -187,19 +183,9 @@ def test_neither_layout_nor_micro_batches_nor_buffers_change_a_run(trained, monk
 @pytest.mark.parametrize("options", [(), ("batch.layout=padded",), ("model.pooling=cls", "batch.micro=1")])
 @pytest.mark.parametrize("task", FIELDS)
 def test_captured_and_eager_agree_on_a_gpu(task, trained, options):
-    shared = ("trainer.accelerator=gpu", "trainer.steps=40", "trainer.eval_every=40", *options)
-    eager, captured = (trained(task, f"name={engine}", f"engine={engine}", *shared) for engine in ("eager", "captured"))
-    assert captured["engine"] == "captured"
-    same(eager, captured, rel=1e-3)
+    check_captured(functools.partial(trained, task), *options)
 
 
 @pytest.mark.parametrize("task", FIELDS)
 def test_resuming_changes_nothing(task, trained, monkeypatch):
-    whole = trained(task, "name=whole")
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
-        interrupt_at(3, patch)
-        trained(task, "name=parts")
-    parts = trained(task, "name=parts", "resume=true")
-    a, b = weights(whole), weights(parts)
-    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a) and parts["resumed"]
-    assert parts["test"] == whole["test"]
+    check_resuming(functools.partial(trained, task), monkeypatch)

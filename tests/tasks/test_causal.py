@@ -19,13 +19,12 @@ from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention
 from lra.printing import console, print_scores
 from lra.tasks.causal import next_tokens
-from lra.training import assembly, checkpoints, fit
-from lra.training import step as step_module
-from lra.training.step import Step
+from lra.training import assembly, fit
+from tests.config.effects import merged
+from tests.equal_learning import check_captured, check_layouts_and_buffers, check_resuming, same
 from tests.fixtures import write_imdb
 from tests.tasks.test_hiding import LAYOUTS, gathered, pairs, split
-from tests.tasks.test_masked import MODEL, SHORT, plain_images, same
-from tests.training.test_fit import interrupt_at
+from tests.tasks.test_masked import MODEL, SHORT, plain_images
 
 EXAMPLES = pytest.mark.parametrize(("task", "examples"), [("listops", split()), ("retrieval", pairs())])
 
@@ -152,19 +151,13 @@ def pretrained(tmp_path, monkeypatch):
               "batch.eval=16", "trainer.steps=4", "trainer.eval_every=2", "trainer.log_every=1")  # fmt: skip
 
     def run(*args: str) -> dict[str, Any]:
-        return lra.fit(*{arg.partition("=")[0]: arg for arg in (*shared, *args)}.values())
+        return lra.fit(*merged(*shared, *args))
 
     return run
 
 
 def test_neither_layout_nor_micro_batches_nor_buffers_change_a_run(pretrained, monkeypatch):
-    options = ("model.dropout=0.1", "model.pooling=cls")
-    packed = pretrained("name=packed", *options)
-    same(packed, pretrained("name=padded", *options, "batch.layout=padded"))
-    same(packed, pretrained("name=parts", *options, "batch.micro=3"))
-    monkeypatch.setattr(Step, "captures", lambda *_: True)  # the captured step's buffers, without graphs
-    monkeypatch.setattr(step_module.torch, "compile", lambda function, **options: function)
-    same(packed, pretrained("name=static", *options, "batch.micro=3"))
+    check_layouts_and_buffers(pretrained, monkeypatch, "model.dropout=0.1", "model.pooling=cls")
 
 
 @pytest.mark.gpu
@@ -172,33 +165,19 @@ def test_neither_layout_nor_micro_batches_nor_buffers_change_a_run(pretrained, m
     "options", [(), ("batch.layout=padded",), ("model.pooling=cls", "batch.micro=3"), ("attn=butterfly",)]
 )
 def test_captured_and_eager_agree_on_a_gpu(pretrained, options):
-    shared = ("trainer.accelerator=gpu", "trainer.steps=40", "trainer.eval_every=40", "model.dropout=0.1", *options)
-    eager, captured = (pretrained(f"name={engine}", f"engine={engine}", *shared) for engine in ("eager", "captured"))
-    assert captured["engine"] == "captured"
-    same(eager, captured, rel=1e-3)
+    check_captured(pretrained, "model.dropout=0.1", *options)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_a_captured_causal_classifier_agrees_with_eager_on_a_gpu(pretrained, layout):
-    shared = ("trainer.accelerator=gpu", "trainer.steps=40", "trainer.eval_every=40", "model.dropout=0.1",
-              "pretrain=none", "model.causal=true", "model.pooling=last", f"batch.layout={layout}")  # fmt: skip
-    eager, captured = (pretrained(f"name={engine}", f"engine={engine}", *shared) for engine in ("eager", "captured"))
-    assert captured["engine"] == "captured"
-    same(eager, captured, rel=1e-3)
+    classifier = ("pretrain=none", "model.causal=true", "model.pooling=last")
+    check_captured(pretrained, "model.dropout=0.1", *classifier, f"batch.layout={layout}")
 
 
 @pytest.mark.parametrize("options", [(), ("pretrain=none", "model.causal=true", "model.pooling=last")])
 def test_resuming_changes_nothing(pretrained, monkeypatch, options):
-    shared = ("model.dropout=0.1", *options)
-    whole = pretrained("name=whole", *shared)
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
-        interrupt_at(3, patch)
-        pretrained("name=parts", *shared)
-    parts = pretrained("name=parts", *shared, "resume=true")
-    a, b = (checkpoints.read_checkpoint(result["directory"])[0] for result in (whole, parts))
-    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a) and parts["resumed"]
-    assert parts["test"] == whole["test"]
+    check_resuming(pretrained, monkeypatch, "model.dropout=0.1", *options)
 
 
 ABLE = sorted(

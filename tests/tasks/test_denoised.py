@@ -10,12 +10,11 @@ from torch.nn import functional as F
 
 import lra
 from lra.errors import UsageError
-from lra.training import assembly, checkpoints, fit
-from lra.training import step as step_module
-from lra.training.step import Step
+from lra.training import assembly, fit
+from tests.config.effects import merged
+from tests.equal_learning import check_captured, check_layouts_and_buffers, check_resuming
 from tests.tasks.test_hiding import LAYOUTS, gathered, pairs, split
-from tests.tasks.test_masked import MODEL, SHORT, same
-from tests.training.test_fit import interrupt_at
+from tests.tasks.test_masked import MODEL, SHORT
 
 
 def module(task: str, *args: str) -> Any:
@@ -79,39 +78,24 @@ def trained(tmp_path, monkeypatch):
               "model.dropout=0.1", "trainer.steps=4", "trainer.eval_every=2", "trainer.log_every=1")  # fmt: skip
 
     def run(*args: str) -> dict[str, Any]:
-        return lra.fit(*{arg.partition("=")[0]: arg for arg in (*shared, *args)}.values())
+        return lra.fit(*merged(*shared, *args))
 
     return run
 
 
 def test_neither_layout_nor_micro_batches_nor_buffers_change_a_run(trained, monkeypatch):
-    packed = trained("name=packed", "mask_loss=all")
+    packed = check_layouts_and_buffers(trained, monkeypatch, "mask_loss=all")
     assert "pretrain" not in packed and packed["test"]["n"] == 50
-    same(packed, trained("name=padded", "mask_loss=all", "batch.layout=padded"))
-    same(packed, trained("name=parts", "mask_loss=all", "batch.micro=3"))
-    monkeypatch.setattr(Step, "captures", lambda *_: True)  # the captured step's buffers, without graphs
-    monkeypatch.setattr(step_module.torch, "compile", lambda function, **options: function)
-    same(packed, trained("name=static", "mask_loss=all", "batch.micro=3"))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [(), ("batch.layout=padded",), ("model.pooling=cls", "batch.micro=3")])
 def test_captured_and_eager_agree_on_a_gpu(trained, options):
-    shared = ("trainer.accelerator=gpu", "trainer.steps=40", "trainer.eval_every=40", *options)
-    eager, captured = (trained(f"name={engine}", f"engine={engine}", *shared) for engine in ("eager", "captured"))
-    assert captured["engine"] == "captured"
-    same(eager, captured, rel=1e-3)
+    check_captured(trained, *options)
 
 
 def test_resuming_changes_nothing(trained, monkeypatch):
-    whole = trained("name=whole")
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
-        interrupt_at(3, patch)
-        trained("name=parts")
-    parts = trained("name=parts", "resume=true")
-    a, b = (checkpoints.read_checkpoint(result["directory"])[0] for result in (whole, parts))
-    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a) and parts["resumed"]
-    assert parts["test"] == whole["test"]
+    check_resuming(trained, monkeypatch)
 
 
 def test_other_runs_leave_the_decoder_and_the_token_behind(trained):

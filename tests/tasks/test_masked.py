@@ -17,12 +17,11 @@ from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.tasks.hiding import findable_rows, hidden_rows
 from lra.tasks.pretraining import commonest_token
-from lra.training import assembly, checkpoints, fit
-from lra.training import step as step_module
-from lra.training.step import Step
+from lra.training import assembly, fit
+from tests.config.effects import merged
+from tests.equal_learning import check_captured, check_layouts_and_buffers, check_resuming
 from tests.fixtures import pngs, write_cifar10
 from tests.tasks.test_hiding import LAYOUTS, gathered, pairs, split
-from tests.training.test_fit import interrupt_at
 
 MODEL = ("model.d_model=32", "model.layers=1", "model.d_ff=32", "trainer.accelerator=cpu")
 
@@ -244,44 +243,23 @@ def pretrained(tmp_path, monkeypatch):
               "trainer.log_every=1")  # fmt: skip
 
     def run(*args: str) -> dict[str, Any]:
-        return lra.fit(*{arg.partition("=")[0]: arg for arg in (*shared, *args)}.values())
+        return lra.fit(*merged(*shared, *args))
 
     return run
 
 
-def same(a: dict[str, Any], b: dict[str, Any], rel: float = 1e-4) -> None:
-    for name in ("test", "fresh"):
-        assert a[name]["n"] == b[name]["n"] and a[name]["loss"] == pytest.approx(b[name]["loss"], rel=rel)
-
-
 def test_neither_layout_nor_micro_batches_nor_buffers_change_a_run(pretrained, monkeypatch):
-    dropout = ("model.dropout=0.1", "model.pooling=cls", *OPTIONS)
-    packed = pretrained("name=packed", *dropout)
-    same(packed, pretrained("name=padded", *dropout, "batch.layout=padded"))
-    same(packed, pretrained("name=parts", *dropout, "batch.micro=3"))
-    monkeypatch.setattr(Step, "captures", lambda *_: True)  # the captured step's buffers, without graphs
-    monkeypatch.setattr(step_module.torch, "compile", lambda function, **options: function)
-    same(packed, pretrained("name=static", *dropout, "batch.micro=3"))
+    check_layouts_and_buffers(pretrained, monkeypatch, "model.dropout=0.1", "model.pooling=cls", *OPTIONS)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [(), ("batch.layout=padded",), ("model.pooling=cls", "batch.micro=3", *OPTIONS)])
 def test_captured_and_eager_agree_on_a_gpu(pretrained, options):
-    shared = ("trainer.accelerator=gpu", "trainer.steps=40", "trainer.eval_every=40", "model.dropout=0.1", *options)
-    eager, captured = (pretrained(f"name={engine}", f"engine={engine}", *shared) for engine in ("eager", "captured"))
-    assert captured["engine"] == "captured"
-    same(eager, captured, rel=1e-3)
+    check_captured(pretrained, "model.dropout=0.1", *options)
 
 
 def test_resuming_a_pretraining_changes_nothing(pretrained, monkeypatch):
-    whole = pretrained("name=whole", "model.dropout=0.1", *OPTIONS)
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
-        interrupt_at(3, patch)
-        pretrained("name=parts", "model.dropout=0.1", *OPTIONS)
-    parts = pretrained("name=parts", "model.dropout=0.1", *OPTIONS, "resume=true")
-    a, b = (checkpoints.read_checkpoint(result["directory"])[0] for result in (whole, parts))
-    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a) and parts["resumed"]
-    assert parts["test"] == whole["test"]
+    check_resuming(pretrained, monkeypatch, "model.dropout=0.1", *OPTIONS)
 
 
 ATTENTIONS = ("butterfly", "flash", "linformer", "local", "lsformer", "performer", "reformer", "smyrf", "standard")

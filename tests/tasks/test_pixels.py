@@ -16,12 +16,11 @@ from lra.data.split import IGNORED_LABEL, Split
 from lra.errors import UsageError
 from lra.models.pixels import grey_values
 from lra.tasks.hiding import hidden_rows
-from lra.training import assembly, checkpoints, fit
-from lra.training import step as step_module
-from lra.training.step import Step
+from lra.training import assembly, fit
+from tests.config.effects import merged
+from tests.equal_learning import check_captured, check_layouts_and_buffers, check_resuming, same
 from tests.tasks.test_hiding import LAYOUTS, gathered, split
 from tests.tasks.test_masked import MODEL, plain_images
-from tests.training.test_fit import interrupt_at
 
 NUMBERS, LIT = "model.pixels=numbers", {"threshold": 8}
 PIXELS = split(vocabulary=256)
@@ -162,23 +161,14 @@ def trained(tmp_path, monkeypatch):
               "trainer.steps=4", "trainer.eval_every=2", "trainer.log_every=1")  # fmt: skip
 
     def run(*args: str) -> dict[str, Any]:
-        return lra.fit(*{arg.partition("=")[0]: arg for arg in (*shared, *args)}.values())
+        return lra.fit(*merged(*shared, *args))
 
     return run
 
 
-def same(a: dict[str, Any], b: dict[str, Any], rel: float = 1e-4) -> None:
-    assert a["test"]["n"] == b["test"]["n"] and a["test"]["loss"] == pytest.approx(b["test"]["loss"], rel=rel)
-
-
 def test_neither_layout_nor_micro_batches_nor_buffers_change_a_run(trained, monkeypatch):
     how = ("pretrain=masked", "mask_random=0.3", "mask_loss=all", "model.pooling=cls")
-    packed = trained("name=packed", *how)
-    same(packed, trained("name=padded", *how, "batch.layout=padded"))
-    same(packed, trained("name=parts", *how, "batch.micro=3"))
-    monkeypatch.setattr(Step, "captures", lambda *_: True)  # the captured step's buffers, without graphs
-    monkeypatch.setattr(step_module.torch, "compile", lambda function, **options: function)
-    same(packed, trained("name=static", *how, "batch.micro=3"))
+    check_layouts_and_buffers(trained, monkeypatch, *how)
     same(trained("name=beside", "denoise=1"), trained("name=padded_beside", "denoise=1", "batch.layout=padded"))
 
 
@@ -194,22 +184,12 @@ def test_neither_layout_nor_micro_batches_nor_buffers_change_a_run(trained, monk
     ],
 )
 def test_captured_and_eager_agree_on_a_gpu(trained, options):
-    shared = ("trainer.accelerator=gpu", "trainer.steps=40", "trainer.eval_every=40", *options)
-    eager, captured = (trained(f"name={engine}", f"engine={engine}", *shared) for engine in ("eager", "captured"))
-    assert captured["engine"] == "captured"
-    same(eager, captured, rel=1e-3)
+    check_captured(trained, *options)
 
 
 @pytest.mark.parametrize("objective", [("pretrain=masked",), ("denoise=1",), ("pixel_loss=cross_entropy",)])
 def test_resuming_changes_nothing(trained, monkeypatch, objective):
-    whole = trained("name=whole", *objective)
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
-        interrupt_at(3, patch)
-        trained("name=parts", *objective)
-    parts = trained("name=parts", *objective, "resume=true")
-    a, b = (checkpoints.read_checkpoint(result["directory"])[0] for result in (whole, parts))
-    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a) and parts["resumed"]
-    assert parts["test"] == whole["test"]
+    check_resuming(trained, monkeypatch, *objective)
 
 
 @pytest.mark.parametrize("loss", ["l1", pytest.param("cross_entropy", marks=pytest.mark.slow)])

@@ -29,6 +29,7 @@ from lra.training.fit import configure
 from lra.training.optim import SGD, trained_parameters
 from lra.training.optim import make_optimizer as build_optimizer
 from lra.training.step import Step
+from tests.equal_learning import use_static_buffers
 from tests.training.conftest import arguments
 from tests.training.test_fit import interrupt_at
 
@@ -44,9 +45,8 @@ def losses(result: dict[str, Any]) -> list[float]:
 
 @pytest.fixture
 def without_graphs(monkeypatch):
-    """Steps go through the captured step's buffers on a CPU, neither compiled nor in graphs."""
-    monkeypatch.setattr(Step, "captures", lambda *_: True)
-    monkeypatch.setattr(step_module.torch, "compile", lambda function, **options: function)
+    """As `use_static_buffers` says."""
+    use_static_buffers(monkeypatch)
 
 
 @pytest.mark.parametrize(
