@@ -7,18 +7,16 @@ that never sees validation or test. Tables keep the two apart.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Literal
 
 from lra.config.schema import RunConfig
 from lra.experiments.grid.grid import Cell
 
-League = Literal["strict", "open"]
-LEAGUES: tuple[League, ...] = ("strict", "open")
 
-
-def league_of(cell: Cell) -> League:
-    """Returns the league of a cell: open if there is a reason."""
-    return "open" if open_reasons(cell) else "strict"
+def league_of(reasons: Collection[str]) -> Literal["strict", "open"]:
+    """Returns the league of a cell with these `open_reasons`."""
+    return "open" if reasons else "strict"
 
 
 def open_reasons(cell: Cell) -> list[str]:

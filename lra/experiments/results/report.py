@@ -87,12 +87,9 @@ def make_report(name: str, args: Sequence[str]) -> Report:
     shown = table.under(cells)
     found = ledger.match_results(cells, options.results)
     opened = {(cell.column, cell.attn): league.open_reasons(cell) for cell in cells if cell.seed == cells[0].seed}
-    rows = [
-        dataclasses.replace(
-            ledger.make_row(shown, cell, found), league="open" if opened[cell.column, cell.attn] else "strict"
-        )
-        for cell in cells
-    ]
+    leagues = {place: league.league_of(reasons) for place, reasons in opened.items()}
+    made = ((leagues[cell.column, cell.attn], ledger.make_row(shown, cell, found)) for cell in cells)
+    rows = [dataclasses.replace(row, league=kind) for kind, row in made]
     attns = options.attns or table.attns
     tables = [add_footnote(*made) for made in _tables(shown, rows, columns, attns) if made[2]]
     under = " ".join((f"recipe: {recipe}", *map(str, fields)))
