@@ -50,15 +50,16 @@ def config_file(kind: str, name: str) -> Path:
         if not (file := Path(name).expanduser()).is_file():
             raise UsageError(f"{kind} {name} is not there: name a YAML file, or one of {', '.join(config_names(kind))}")
         return file
-    modules = _installed_modules(kind).get(name, ())
-    if len(modules) + (name in _own_names(kind)) > 1:
-        owners = " and ".join(["lra"] * (name in _own_names(kind)) + [owner for _, owner in modules])
-        raise UsageError(f"{kind} '{name}' needs a name of its own, as {owners} have one: remove or rename one of them")
-    if name in _own_names(kind):
-        return CONFIGS_FOLDER / kind / f"{name}.yaml"
-    if not modules:
+    modules, own = _installed_modules(kind).get(name, []), name in _own_names(kind)
+    owners = ["lra"] * own + [owner for _, owner in modules]
+    if not owners:
         raise UsageError(describe_unknown(kind, name, config_names(kind)))
-    module, owner = modules[0]
+    if len(owners) > 1:
+        they = " and ".join(owners)
+        raise UsageError(f"{kind} '{name}' needs a name of its own, as {they} have one: remove or rename one of them")
+    if own:
+        return CONFIGS_FOLDER / kind / f"{name}.yaml"
+    (module, owner), *_ = modules
     if (source := find_source(module)) is None:
         raise UsageError(f"{kind} '{name}': the module {module} that {owner} names is not there")
     return source.parent / f"{name}.yaml"
