@@ -15,14 +15,21 @@ from lra.config.optim import OPTIM_OPTIONS, OptimConfig
 from lra.config.trainer import BatchConfig, TrainerConfig
 from lra.errors import UsageError
 
-# fields of runs, models and tasks that older runs lack, and the values by which those computed; of models the defaults
+# fields of runs and of tasks that older runs lack, and the values by which those runs computed
 LATER_RUN_FIELDS = {
     "mask_random": 0.0, "mask_span": 1, "mask_loss": "hidden", "pixel_loss": "cross_entropy", "denoise": 0.0
 }  # fmt: skip
-LATER_MODEL_FIELDS = (
-    "layer_drop", "qk_norm", "rotary_base", "rotary_share", "rotary_bands", "pixels", "causal", "classifier"
-)  # fmt: skip
 LATER_FIELDS = {"task.background": 0.0, "task.difference": "signed", "task.version": 1}
+# fields of sections that older runs lack; those computed by the defaults
+LATER_SECTION_FIELDS: dict[str, tuple[type, tuple[str, ...]]] = {
+    "model": (ModelConfig, (
+        "layer_drop", "qk_norm", "rotary_base", "rotary_share", "rotary_bands", "pixels", "causal", "classifier",
+    )),
+    "optim": (OptimConfig, (
+        "name", "decay", "cooldown", "cooldown_to", "label_smoothing", "plateau_factor", "plateau_patience",
+    )),
+    "trainer": (TrainerConfig, ("on_nan", "average", "average_decay", "average_share", "patience", "epochs")),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -172,18 +179,18 @@ class RunConfig:
         """The plain form that runs and checkpoints keep.
 
         It leaves out `resume` and `draws`, which only say how a run was called. It leaves out what changes nothing:
-        `on_nan`, `average` with its options, `patience`, `epochs`, and the fields of the model and of `augment` that
-        came later, at their defaults; `pretrain` of a run with labels; `mask` of a run that hides no tokens; fields at
-        the value that runs before them had (`LATER_RUN_FIELDS`, `LATER_FIELDS`, and `optim` of AdamW); and options that
-        the optimiser does not have.
+        fields that came later, at the value that runs before them had (`LATER_RUN_FIELDS`, `LATER_FIELDS`,
+        `LATER_SECTION_FIELDS`, and all of `augment`); `pretrain` of a run with labels; `mask` of a run that hides no
+        tokens; and options that the optimiser does not have.
         """
         kept = {key: value for key, value in to_dict(self).items() if key not in ("resume", "draws")}
-        for name in ("on_nan", "average", "average_decay", "average_share", "patience", "epochs"):
-            if kept["trainer"][name] == getattr(TrainerConfig, name):
-                del kept["trainer"][name]
-        for name in LATER_MODEL_FIELDS:
-            if kept["model"][name] == getattr(ModelConfig, name):
-                del kept["model"][name]
+        for section, (schema, names) in LATER_SECTION_FIELDS.items():
+            for name in names:
+                if kept[section][name] == getattr(schema, name):
+                    del kept[section][name]
+        for name, having in OPTIM_OPTIONS.items():
+            if self.optim.name not in having:
+                del kept["optim"][name]
         kept["augment"] = self.augment.changes()
         if not kept["augment"]:
             del kept["augment"]
@@ -192,12 +199,6 @@ class RunConfig:
         if not self.hides:
             del kept["mask"]
         kept = {key: value for key, value in kept.items() if (key, value) not in LATER_RUN_FIELDS.items()}
-        later = {"name": "adamw", "decay": "all", "cooldown": 0, "cooldown_to": 0.0, "label_smoothing": 0.0}
-        later |= {"plateau_factor": 0.2, "plateau_patience": 3}
-        options = {name: self.optim.name in having for name, having in OPTIM_OPTIONS.items()}
-        kept["optim"] = {
-            key: value for key, value in kept["optim"].items() if options.get(key, (key, value) not in later.items())
-        }
         task = kept["task"].items()
         kept["task"] = {key: value for key, value in task if (f"task.{key}", value) not in LATER_FIELDS.items()}
         return kept
