@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lra.batch import Batch
+from lra.kernels.softmax.softmax_ops import later_column_mask
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention
 
@@ -28,7 +29,7 @@ class StandardAttention(Attention):
         scores_BHNN = (q_BHND @ k_BHND.transpose(2, 3)) * self.spec.head_dim**-0.5
         hidden = ~real_BN[:, None, None, :]
         if self.spec.causal:
-            hidden = hidden | real_BN.new_ones(scores_BHNN.shape[2:]).triu(1)
+            hidden = hidden | later_column_mask(scores_BHNN)
         # the smallest finite number, not -inf: a sequence of length 0 must not make NaN
         scores_BHNN = scores_BHNN.masked_fill(hidden, torch.finfo(scores_BHNN.dtype).min)
         p_BHNN = scores_BHNN.softmax(-1)
