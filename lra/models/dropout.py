@@ -14,8 +14,12 @@ from lra.batch import Batch
 from lra.kernels.dropout import dropout_threshold
 from lra.kernels.layers.reference import drop_features, mix_bits
 
-# the first site of `drop_branch`, the others are below it; above it are those of hidden tokens and of augmentation
-BRANCH_SITE = -14
+# Sites below those of dropout, which begin at 0. All are here, because two that are equal would draw the same.
+HIDING_SITE, REPLACING_SITE, SPAN_SITE = -1, -2, -3  # lra/tasks/hiding.py
+# lra/tasks/augmented.py
+OPERANDS_SITE, ROTATE_SITE, COLUMN_SITE, ROW_SITE, SCALE_SITE, SHEAR_SITE = -4, -5, -6, -7, -8, -9
+HORIZONTAL_SITE, VERTICAL_SITE, BRIGHTNESS_SITE, CONTRAST_SITE = -10, -11, -12, -13
+BRANCH_SITE = -14  # the first of `drop_branch`; two for each layer, downwards
 
 
 def row_keys(batch: Batch) -> Tensor:

@@ -24,12 +24,23 @@ from lra.data import listops
 from lra.errors import UsageError
 from lra.kernels.library import define_operator
 from lra.models.attention.lsh import stable_order
-from lra.models.dropout import mix_bits, row_keys, sequence_keys
+from lra.models.dropout import (
+    BRIGHTNESS_SITE,
+    COLUMN_SITE,
+    CONTRAST_SITE,
+    HORIZONTAL_SITE,
+    OPERANDS_SITE,
+    ROTATE_SITE,
+    ROW_SITE,
+    SCALE_SITE,
+    SHEAR_SITE,
+    VERTICAL_SITE,
+    mix_bits,
+    row_keys,
+    sequence_keys,
+)
 from lra.tasks.base import OptimisationStep, TaskModule
 
-# in the hash of a sequence, and of a place; those of lra/tasks/hiding.py are -1 to -3
-OPERANDS_SITE, ROTATE_SITE, COLUMN_SITE, ROW_SITE, SCALE_SITE, SHEAR_SITE = -4, -5, -6, -7, -8, -9
-HORIZONTAL_SITE, VERTICAL_SITE, BRIGHTNESS_SITE, CONTRAST_SITE = -10, -11, -12, -13
 UNIT_BITS = 16  # pixels, their weights and grey values are counted in steps of 2^-16
 UNIT = 1 << UNIT_BITS
 FIRST_OPERATOR, BRACKET = listops.VOCABULARY.index("[MAX"), listops.VOCABULARY.index("]")

@@ -15,13 +15,11 @@ from torch.nn import functional as F
 from lra.batch import Batch
 from lra.config.schema import RunConfig
 from lra.data.split import IGNORED_LABEL
-from lra.models.dropout import mix_bits, row_keys, sequence_keys
+from lra.models.dropout import HIDING_SITE, REPLACING_SITE, SPAN_SITE, mix_bits, row_keys, sequence_keys
 from lra.models.pixels import grey_values, nearest_ids
 from lra.models.transformer import Encoder
 
 HASH_BITS = 16  # bits of the hash that are compared: a share is exact to 2^-16
-# in the hash of places; the sites of dropout begin at 0, those of augmentation at -4, those of branches at -14
-HIDING_SITE, REPLACING_SITE, SPAN_SITE = -1, -2, -3
 
 
 class Hiding:
