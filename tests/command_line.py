@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from lra import cli
+from lra import cli, printing
 
 ROOT = Path(__file__).parent.parent
 
@@ -43,7 +43,7 @@ class Done(NamedTuple):
 def lra(*arguments: str, width: int = 1000) -> Done:
     """`lra …` in this process, with a terminal of so many columns."""
     out, err = io.StringIO(), io.StringIO()
-    cli.console.width = width
+    printing.console.width = width
     with (
         mock.patch.object(sys, "argv", [str(Path(sys.executable).with_name("lra")), *arguments]),
         contextlib.redirect_stdout(out),

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from lra import cli
+from lra import printing
 from lra.cli import app
 from lra.errors import UsageError
 from lra.experiments.grid import grid
@@ -352,7 +352,7 @@ def test_an_unknown_table_and_a_file_as_folder(tmp_path, folder):
 
 
 def test_the_command(folder, monkeypatch):
-    monkeypatch.setattr(cli.console, "width", 1000)  # whatever the terminal of the tests is
+    monkeypatch.setattr(printing.console, "width", 1000)  # whatever the terminal of the tests is
     listed = CliRunner().invoke(app, ["report"])
     assert listed.exit_code == 0 and "table3" in listed.output
     done = CliRunner().invoke(app, ["report", "table3", f"results={folder}", "tasks=listops", "attns=flash"])

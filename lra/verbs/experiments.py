@@ -1,0 +1,90 @@
+"""Verbs of tables and of the results of runs."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from lra.commands import app, results_app, verb
+from lra.errors import UsageError
+from lra.printing import console, print_measured
+
+
+@verb(app, parser="lra.experiments:parse_reproduction")
+def reproduce(
+    fields: Annotated[list[str] | None, typer.Argument(metavar="[<name> [field=value …]]")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what is there, what is left and how long that takes.")
+    ] = False,
+) -> None:
+    """Measure what a paper states, and say whether it holds here; without a name, list what there is."""
+    from lra.experiments import find_experiment, list_experiments
+
+    if dry_run and not fields:
+        raise UsageError("--dry-run of what? lra reproduce lists the names")
+    if not fields:
+        table = Table("experiment", "what")
+        for name, what in list_experiments().items():
+            table.add_row(name, what)
+        console.print(table)
+        return
+    run = find_experiment(fields[0])
+    if dry_run and "dry_run" not in inspect.signature(run).parameters:
+        raise UsageError(f"lra reproduce {fields[0]} has no --dry-run: leave it out")
+    report = run(fields[1:], progress=console.print, **({"dry_run": True} if dry_run else {}))
+    print_measured(report.tables, report.lines, report.wrong)
+
+
+@verb(app, parser="lra.experiments:parse_report")
+def report(
+    fields: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[<table> [results=<folder>] [tasks=… attns=… seeds=… recipe=… field=value …] [speed=<file>] "
+            "[out=<folder>]]"
+        ),
+    ] = None,
+) -> None:
+    """Put the results of runs into a paper's table, beside its figures; without a name, list the tables."""
+    from lra.config.recipes import config_names
+    from lra.experiments import describe_table
+
+    if not fields:
+        table = Table("table", "what")
+        for name in config_names("table"):
+            table.add_row(name, describe_table(name))
+        console.print(table)
+        return
+    from lra.experiments.results.report import make_report
+
+    made = make_report(fields[0], fields[1:])
+    print_measured(made.tables, made.notes)
+
+
+@verb(results_app, "pack", "lra.experiments.results.archive:PackOptions")
+def results_pack(
+    fields: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="out=<file>.tar.xz [runs=<folder>] [checkpoints=none|weights|last|best|all]"),
+    ] = None,
+) -> None:
+    """Put the results of runs into an archive; with checkpoints, unfinished runs at rest too."""
+    from lra.experiments.results.archive import pack_runs
+
+    for line in pack_runs(fields or ()):
+        console.print(line)
+
+
+@verb(results_app, "merge", "lra.experiments.results.archive:MergeOptions")
+def results_merge(
+    file: Annotated[str, typer.Argument(metavar="<file>.tar.xz|checkpoints/<name>")],
+    fields: Annotated[list[str] | None, typer.Argument(metavar="[runs=<folder>]")] = None,
+) -> None:
+    """Add the runs of an archive, or released weights, to those that are here; what is finished stays."""
+    from lra.experiments.results.archive import merge_runs
+
+    for line in merge_runs(file, fields or ()):
+        console.print(line)

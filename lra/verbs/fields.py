@@ -1,0 +1,17 @@
+"""The arguments `field=value` of verbs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from lra.completion import complete_fields
+
+Fields = Annotated[list[str] | None, typer.Argument(
+    metavar="task=… attn=… [recipe=…] [field=value …]", help="lra config show lists all.",
+    autocompletion=complete_fields,
+)]  # fmt: skip
+TaskFields = Annotated[list[str] | None, typer.Argument(
+    metavar="task=… [recipe=…] [field=value …]", help="Fields of the task.", autocompletion=complete_fields
+)]  # fmt: skip
