@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+IGNORED_LABEL = -100  # label of what fills a batch up: cross-entropy leaves it out
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -60,6 +62,12 @@ class Batch:
     def mask(self) -> Tensor:
         """True for real tokens of the padded form, bool `[B, max_length]`."""
         return torch.arange(self.max_length, device=self.length.device) < self.length[:, None]
+
+    def real_rows(self) -> Tensor:
+        """Which rows are tokens of an example, bool `[T]`: not padding, nor what fills a packed batch up."""
+        wanted_B = self.label.repeat_interleave(self.size // self.label.numel()) != IGNORED_LABEL
+        rows_T = self.per_row(wanted_B)
+        return rows_T & self.mask().flatten() if self.padded else rows_T
 
     def pad(self, rows: Tensor) -> Tensor:
         """Token rows `[T, ...]` in the padded form `[B, max_length, ...]`. If packed, there are zeros past each

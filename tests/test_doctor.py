@@ -96,6 +96,7 @@ def test_the_kernel_of_each_call_is_named_with_its_tile_and_why(hopper):
         rows["  d = 64, no dropout, 1,024 tokens"],
     )
     assert rows["  layers, width 64"].startswith("embed, project, feed_forward")
+    assert rows["  layers, other norms or post-norm"].startswith("embed, table_gradient; PyTorch")
     assert len(rows) >= 20 and not any("\n" in row for row in rows.values())
 
 

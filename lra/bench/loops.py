@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lra.batch import Batch
+from lra.batch import IGNORED_LABEL, Batch
 from lra.config.schema import RunConfig
 from lra.data.collated import CollatedBatch
-from lra.data.split import IGNORED_LABEL
 from lra.kernels import effective_dropout
 from lra.models.attention.sdpa import SdpaAttention
 from lra.tasks.base import TaskModule

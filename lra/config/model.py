@@ -17,14 +17,18 @@ class ModelConfig:
     d_model: int = 64  # width: features of each token, a multiple of model.heads
     heads: int = 2  # attention heads of a layer
     layers: int = 2  # Transformer blocks
-    d_ff: int = 128  # hidden width of the feed-forward layers, and of the classifier if it has two layers
+    # hidden width of the feed-forward layers, and of the classifier if it has two layers; 0: no feed-forward layers
+    d_ff: int = 128
+    # kind of all norms; batch: statistics over the real tokens of a micro-batch, in evaluation running ones
+    norm: Literal["layer", "rms", "batch"] = "layer"
+    post_norm: bool = False  # normalise the sums in a block, not what its branches read; there is no last norm then
     dropout: float = 0.1  # share that is dropped between layers, in steps of 1/256
     attn_dropout: float = 0.1  # share of the attention weights that is dropped, in steps of 1/256
     # share of sequences that skip a branch of the last layer in training; l/L of it in layer l of L (1/256 steps)
     layer_drop: float = 0.0
     qk_norm: bool = False  # RMS normalisation of each head's queries and keys, with a learned scale for each feature
-    # learned or sinusoidal vectors, added to the tokens; rotary: queries and keys are rotated
-    positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
+    # learned or sinusoidal vectors, added to the tokens; rotary: queries and keys are rotated; none: no positions
+    positions: Literal["learned", "sinusoidal", "rotary", "none"] = "learned"
     rotary_base: float = 10000.0  # base of the frequencies of rotary positions; a larger one turns more slowly
     # share of a head's pairs of features that turn, rounded to whole pairs; their frequencies span the whole range
     rotary_share: float = 1.0
@@ -39,12 +43,20 @@ class ModelConfig:
     embedding_std: float = 0.02  # standard deviation of the initial token and learned position embeddings
 
     def __post_init__(self) -> None:
-        check_at_least(1, "model", self, "d_model", "heads", "layers", "d_ff")
+        check_at_least(1, "model", self, "d_model", "heads", "layers")
+        check_at_least(0, "model", self, "d_ff")
         check_at_most(1 << 14, "model", self, "d_model")  # GPT-3 has 12,288
         check_at_most(1 << 16, "model", self, "d_ff")
         check_at_most(1 << 10, "model", self, "layers")
         if self.d_model % self.heads:
             raise UsageError(f"model.d_model={self.d_model} is not a multiple of model.heads={self.heads}")
+        if not self.d_ff and self.classifier == "two_layers":
+            raise UsageError(
+                "model.d_ff=0 leaves the first layer of the classifier no width: set model.classifier=linear, "
+                "or a larger model.d_ff"
+            )
+        if self.positions == "none" and self.axes == 2:
+            raise UsageError("model.axes=2: model.positions=none has no axes; set model.axes=1, or other positions")
         if self.positions == "rotary" and self.head_dim % (2 * self.axes):
             raise UsageError(
                 f"rotary positions need a head dimension divisible by {2 * self.axes}, not {self.head_dim}"

@@ -24,6 +24,7 @@ LATER_FIELDS = {"task.background": 0.0, "task.difference": "signed", "task.versi
 LATER_SECTION_FIELDS: dict[str, tuple[type, tuple[str, ...]]] = {
     "model": (ModelConfig, (
         "layer_drop", "qk_norm", "rotary_base", "rotary_share", "rotary_bands", "pixels", "causal", "classifier",
+        "norm", "post_norm",
     )),
     "optim": (OptimConfig, (
         "name", "decay", "cooldown", "cooldown_to", "label_smoothing", "plateau_factor", "plateau_patience",
@@ -130,6 +131,10 @@ class RunConfig:
             for name, value in (("head", self.head), *(("positions." + k, v) for k, v in vars(self.positions).items())):
                 if value is not None:
                     raise UsageError(f"{name}={value} says what is done with another run's weights: it needs init=")
+        if self.model.positions == "none":
+            for name, value in vars(self.positions).items():
+                if value is not None:
+                    raise UsageError(f"positions.{name}={value}: model.positions=none has none, leave it out")
         learned = self.model.positions == "learned"
         if learned and self.positions.scale is not None:
             raise UsageError(

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lra.batch import IGNORED_LABEL
 from lra.data.collated import CollatedBatch
 
 RowIndices = np.ndarray | Sequence[int]
-IGNORED_LABEL = -100  # label of what fills a batch up: cross-entropy leaves it out
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,6 +61,8 @@ def layer_choices(gpu: Gpu) -> Iterator[tuple[str, str]]:
         name = f"layers, width {width}" if width in MODEL_WIDTHS else "layers, another width"
         why = layer_obstacle(width, torch.float32, torch.bfloat16)
         yield name, f"PyTorch: {why}" if why else "embed, project, feed_forward, table_gradient: in 16 bits on Hopper"
+    yield "layers, other norms or post-norm", "embed, table_gradient; PyTorch: the other kernels begin with a LayerNorm"
+    yield "layers, no feed-forward", "embed, project, table_gradient; PyTorch: feed_forward has one"
     yield "layers, float32", f"PyTorch: {layer_obstacle(MODEL_WIDTHS[0], torch.float32, torch.float32)}"
 
 

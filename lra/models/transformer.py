@@ -1,4 +1,4 @@
-"""The Transformer encoder that every task shares. Pre-norm, GELU, attention by name.
+"""The Transformer encoder that every task shares: attention by name, GELU, pre-norm or post-norm.
 
 Shape suffixes: T token rows of the ragged batch, B sequences, N rows of a padded sequence, D model width or
 head dimension, H heads.
@@ -27,6 +27,7 @@ from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import AttentionSpec
 from lra.models.dropout import BRANCH_SITE, branch_keys, drop, drop_branch, keep_scale, row_keys
 from lra.models.embedding import Embedding
+from lra.models.norms import make_norm, normalise
 from lra.models.pixels import PixelEmbedding
 from lra.models.positions import (
     LearnedPositions,
@@ -55,13 +56,18 @@ class HeadNorm(nn.RMSNorm):
 
 
 class EncoderBlock(nn.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x))."""
+    """x + attention(norm(x)), then x + feed-forward(norm(x)).
+
+    With `post_norm` norm(x + attention(x)), then norm(x + feed-forward(x)) (Vaswani et al. 2017, arXiv 1706.03762,
+    section 3.1). With `d_ff=0` the second part is left out.
+    """
 
     def __init__(self, config: ModelConfig, attn: Any, max_length: int, layer: int, causal: bool):
         super().__init__()
         d = config.d_model
         self.heads, self.dropout, self.site = config.heads, config.dropout, 1 + 3 * layer
-        self.attn_norm, self.ff_norm = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.post_norm, self.attn_norm = config.post_norm, make_norm(config)
+        self.ff_norm: Any = make_norm(config) if config.d_ff else None
         attention = ATTENTIONS.get(attn.name)
         self.layer_drop, self.branch_site = config.layer_drop * (layer + 1) / config.layers, BRANCH_SITE - 2 * layer
         shared_qk = attention.facts.shared_qk
@@ -70,22 +76,32 @@ class EncoderBlock(nn.Module):
         self.k_norm = HeadNorm(config.head_dim) if config.qk_norm and not shared_qk else None
         spec = AttentionSpec(config.heads, config.head_dim, max_length, config.attn_dropout, layer, causal)
         self.attention = attention(attn, spec)
-        self.up, self.down = nn.Linear(d, config.d_ff), nn.Linear(config.d_ff, d)
+        if config.d_ff:
+            self.up, self.down = nn.Linear(d, config.d_ff), nn.Linear(config.d_ff, d)
         self.fused = True  # one kernel before attention and one after it, where they support the case
+        self.fusible = config.norm == "layer" and not config.post_norm  # the kernels have a LayerNorm before a branch
 
-    def forward(self, x_TD: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None, *keys: Tensor | None) -> Tensor:
-        """Maps `[T, d_model]` to `[T, d_model]`. `keys` are those of `after_attention`."""
-        return self.after_attention(*self.attend(x_TD, batch, rotary), *keys)
+    def forward(
+        self,
+        x_TD: Tensor,
+        batch: Batch,
+        rotary: tuple[Tensor, Tensor] | None,
+        keys_T: Tensor | None = None,
+        branch_keys_T: Tensor | None = None,
+    ) -> Tensor:
+        """Maps `[T, d_model]` to `[T, d_model]`. The keys are those of `after_attention`."""
+        return self.after_attention(*self.attend(x_TD, batch, rotary), keys_T, branch_keys_T, batch)
 
     def attend(self, x_TD: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         """Returns the output of attention, and x: both `[T, d_model]`."""
         turned = None if self.attention.facts.rotates else rotary  # the model rotates, not the attention
         # the kernel has one table of angles for all heads, and rotates without a norm before it
-        fused = self.fused and self.q_norm is None and (turned is None or turned[0].ndim == 2)
+        fused = self.fused and self.fusible and self.q_norm is None and (turned is None or turned[0].ndim == 2)
         if fused and supports_projection(x_TD, self.qkv, x_TD.shape[-1] // self.heads, turned):
             x_TD, q_THD, k_THD, v_THD = project(x_TD, self.attn_norm, self.qkv, self.heads, turned)
         else:
-            qkv = self.qkv(self.attn_norm(x_TD)).unflatten(-1, (-1, self.heads, x_TD.shape[-1] // self.heads))
+            read_TD = self._before(self.attn_norm, x_TD, batch)
+            qkv = self.qkv(read_TD).unflatten(-1, (-1, self.heads, x_TD.shape[-1] // self.heads))
             # views, which the attention reads by stride; with two projections, the first is for queries and keys
             q_THD, k_THD, v_THD = qkv[:, 0], qkv[:, -2], qkv[:, -1]
             if self.q_norm is not None:
@@ -101,7 +117,7 @@ class EncoderBlock(nn.Module):
         return o_THD.flatten(1), x_TD
 
     def after_attention(
-        self, o_TD: Tensor, x_TD: Tensor, keys_T: Tensor | None, branch_keys_T: Tensor | None = None
+        self, o_TD: Tensor, x_TD: Tensor, keys_T: Tensor | None, branch_keys_T: Tensor | None, batch: Batch
     ) -> Tensor:
         """Computes the part of the block after attention, `[T, d_model]`.
 
@@ -109,15 +125,29 @@ class EncoderBlock(nn.Module):
             o_TD, x_TD: the result of `attend`.
             keys_T: the dropout key of each row; None: nothing is dropped.
             branch_keys_T: the key of each row's sequence, for `layer_drop`; None: no branch is dropped.
+            batch: the batch of these rows.
         """
         if self.fuses(o_TD, x_TD):
             layers, dropout = self._fusing(keys_T)
             return feed_forward(o_TD, x_TD, *layers, **dropout)
         added = drop(self.out(o_TD), self.dropout, keys_T, self.site)
         x_TD = x_TD + drop_branch(added, self.layer_drop, branch_keys_T, self.branch_site)
-        hidden = drop(F.gelu(self.up(self.ff_norm(x_TD))), self.dropout, keys_T, self.site + 1)
+        x_TD = self._after(self.attn_norm, x_TD, batch)
+        if self.ff_norm is None:
+            return x_TD
+        read_TD = self._before(self.ff_norm, x_TD, batch)
+        hidden = drop(F.gelu(self.up(read_TD)), self.dropout, keys_T, self.site + 1)
         added = drop(self.down(hidden), self.dropout, keys_T, self.site + 2)
-        return x_TD + drop_branch(added, self.layer_drop, branch_keys_T, self.branch_site - 1)
+        x_TD = x_TD + drop_branch(added, self.layer_drop, branch_keys_T, self.branch_site - 1)
+        return self._after(self.ff_norm, x_TD, batch)
+
+    def _before(self, norm: nn.Module, x_TD: Tensor, batch: Batch) -> Tensor:
+        """Returns what a branch reads of the residual."""
+        return x_TD if self.post_norm else normalise(norm, x_TD, batch)
+
+    def _after(self, norm: nn.Module, x_TD: Tensor, batch: Batch) -> Tensor:
+        """Returns what the block goes on with after a branch is added."""
+        return normalise(norm, x_TD, batch) if self.post_norm else x_TD
 
     def after_attention_pooled(
         self, o_TD: Tensor, x_TD: Tensor, keys_T: Tensor | None, norm: nn.LayerNorm, batch: Batch
@@ -137,6 +167,8 @@ class EncoderBlock(nn.Module):
 
     def fuses(self, o_TD: Tensor, x_TD: Tensor) -> bool:
         """Whether one kernel computes the part after attention."""
+        if not self.fusible or self.ff_norm is None:  # the kernel has a feed-forward
+            return False
         if self.training and self.layer_drop:  # the kernel adds both branches of every sequence
             return False
         return self.fused and supports_feed_forward(o_TD, x_TD, self.up, dropout_threshold(self.dropout))
@@ -183,6 +215,8 @@ class Encoder(nn.Module):
             self.positions = LearnedPositions(sizes, config.d_model, config.embedding_std)
         elif config.positions == "sinusoidal":
             self.positions = SinusoidalPositions(config.d_model, config.axes)
+        elif config.positions == "none":
+            self.positions = None
         else:
             bands = config.heads if config.rotary_bands == "heads" else 1
             self.positions = RotaryPositions(
@@ -192,29 +226,32 @@ class Encoder(nn.Module):
         self.blocks = nn.ModuleList(
             EncoderBlock(config, attn, longest, layer, causal) for layer in range(config.layers)
         )
-        self.norm = nn.LayerNorm(config.d_model)
+        self.norm: Any = nn.Identity() if config.post_norm else make_norm(config)
 
     def forward(self, batch: Batch) -> Tensor:
         o_TD, x_TD, keys_T, branch_keys_T = self.run_blocks(batch)
         last: EncoderBlock = self.blocks[-1]  # type: ignore[assignment]
         if self.config.pooling == "mean" and last.fuses(o_TD, x_TD):
             return last.after_attention_pooled(o_TD, x_TD, keys_T, self.norm, batch)
-        return self.pool(self.norm(last.after_attention(o_TD, x_TD, keys_T, branch_keys_T)), batch)
+        x_TD = last.after_attention(o_TD, x_TD, keys_T, branch_keys_T, batch)
+        return self.pool(normalise(self.norm, x_TD, batch), batch)
 
     def rows(self, batch: Batch) -> Tensor:
         """Returns a vector for each token, `[T, d_model]`, with arbitrary values past a length."""
-        return self.norm(self.blocks[-1].after_attention(*self.run_blocks(batch)))  # type: ignore[operator]
+        last: EncoderBlock = self.blocks[-1]  # type: ignore[assignment]
+        return normalise(self.norm, last.after_attention(*self.run_blocks(batch), batch), batch)
 
     def run_blocks(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Returns the arguments of the last block's `after_attention`."""
-        place_TA = token_coordinates(batch, self.config.axes, self.grid and self.grid[1], self.prefix is not None)
+        """Returns the arguments of the last block's `after_attention`, but for the batch."""
         rotary = added_TD = places = None
-        if isinstance(self.positions, RotaryPositions):
-            rotary = self.positions(place_TA)
-        elif isinstance(self.positions, LearnedPositions):
-            places = self.positions.places(place_TA, batch)
-        if rotary is None and places is None:
-            added_TD = self.positions(place_TA)
+        if self.positions is not None:
+            place_TA = token_coordinates(batch, self.config.axes, self.grid and self.grid[1], self.prefix is not None)
+            if isinstance(self.positions, RotaryPositions):
+                rotary = self.positions(place_TA)
+            elif isinstance(self.positions, LearnedPositions):
+                places = self.positions.places(place_TA, batch)
+            if rotary is None and places is None:
+                added_TD = self.positions(place_TA)
         keys_T = row_keys(batch) if self.training and self.config.dropout else None
         branch_keys_T = branch_keys(batch) if self.training and self.config.layer_drop else None
         x_TD = self.embedding(batch.tokens, added_TD, self.config.dropout, keys_T, places)

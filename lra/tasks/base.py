@@ -17,12 +17,12 @@ from torch.nn import functional as F
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lra.batch import Batch
+from lra.batch import IGNORED_LABEL, Batch
 from lra.config.compose import flatten, to_dict
 from lra.config.schema import RunConfig
 from lra.data import order, resident
 from lra.data.collated import CollatedBatch
-from lra.data.split import IGNORED_LABEL, Examples, Split
+from lra.data.split import Examples, Split
 from lra.data.store import Store, StoreContent, prepare_store, vocabulary_hash
 from lra.data.writer import StoreWriter
 from lra.errors import UsageError, refuse_diverged

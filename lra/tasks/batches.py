@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from lra.batch import Batch
+from lra.batch import IGNORED_LABEL, Batch
 from lra.config.schema import RunConfig
 from lra.data import order
 from lra.data.collated import CollatedBatch
-from lra.data.split import IGNORED_LABEL, Examples, Pairs
+from lra.data.split import Examples, Pairs
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lra.batch import Batch
-from lra.data.split import IGNORED_LABEL
+from lra.batch import IGNORED_LABEL, Batch
 from lra.tasks.hiding import findable_rows, sum_of_means
 from lra.tasks.pretraining import PretrainingTask
 

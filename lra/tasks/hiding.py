@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lra.batch import Batch
+from lra.batch import IGNORED_LABEL, Batch
 from lra.config.schema import RunConfig
-from lra.data.split import IGNORED_LABEL
 from lra.models.dropout import HIDING_SITE, REPLACING_SITE, SPAN_SITE, mix_bits, row_keys, sequence_keys
 from lra.models.pixels import grey_values, nearest_ids
 from lra.models.transformer import Encoder
@@ -99,10 +98,7 @@ def sum_of_means(loss_T: Tensor, counts_B: Tensor, batch: Batch) -> Tensor:
 
 def findable_rows(batch: Batch, prefix: int | None) -> Tensor:
     """Returns which rows have a token that can be hidden or predicted, bool `[T]`: no CLS, padding or filler."""
-    wanted_B = batch.label.repeat_interleave(batch.size // batch.label.numel()) != IGNORED_LABEL
-    rows_T = batch.per_row(wanted_B)
-    if batch.padded:
-        rows_T = rows_T & batch.mask().flatten()
+    rows_T = batch.real_rows()
     return rows_T if prefix is None else rows_T & (batch.tokens != prefix)
 
 

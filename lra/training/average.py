@@ -2,6 +2,9 @@
 
 The average is what validation and test score and what `state_dict` of a checkpoint holds. `training_weights` there are
 the weights with which training goes on.
+
+Running statistics of batch norms are averaged like weights, as PyTorch's `AveragedModel` does with `use_buffers`.
+Izmailov et al. (arXiv 1803.05407, section 3.2) compute them anew by another pass over the training set instead.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lra.config.trainer import TrainerConfig
+from lra.models.norms import batch_norms
 from lra.training.optim import trained_parameters
 
 
@@ -31,20 +35,21 @@ def newest_share(config: TrainerConfig, step: int) -> float:
 
 
 class WeightAverage(pl.Callback):
-    """Keeps the average of a module's trained parameters, and puts it into the module for validation.
+    """Keeps the average of a module's parameters and running statistics, and puts it into the module for validation.
 
     All of it is tensors that keep their addresses, so a captured update can change the average. The host never waits.
     """
 
     def __init__(self, config: TrainerConfig):
         self.config = config
-        self.parameters: list[nn.Parameter] = []
-        self.average: Tensor | None = None  # of all parameters, in a row; None before the first step of this session
+        self.averaged: list[Tensor] = []  # parameters, and running statistics
+        self.average: Tensor | None = None  # of all of them, in a row; None before the first step of this session
         self.loaded: dict[str, Tensor] | None = None  # the training weights of a checkpoint, until the first step
 
     def start(self, module: nn.Module) -> None:
         """Prepares the first step of this session. A module from a checkpoint has the average, and gets its weights."""
-        self.parameters = trained_parameters(module)
+        statistics = (each for norm in batch_norms(module) for each in (norm.running_mean, norm.running_var))
+        self.averaged = [*trained_parameters(module), *statistics]
         self.average = self._weights()
         self.share = torch.ones((), device=self.average.device)
         if self.loaded is not None:
@@ -86,13 +91,13 @@ class WeightAverage(pl.Callback):
         if self.average is None:
             return
         weights = self._weights()
-        parts = self.average.split([parameter.numel() for parameter in self.parameters])
-        for parameter, part in zip(self.parameters, parts, strict=True):
-            parameter.copy_(part.view_as(parameter))
+        parts = self.average.split([each.numel() for each in self.averaged])
+        for each, part in zip(self.averaged, parts, strict=True):
+            each.copy_(part.view_as(each))
         self.average.copy_(weights)
 
     def _weights(self) -> Tensor:
-        return torch.cat([parameter.detach().flatten() for parameter in self.parameters])
+        return torch.cat([each.detach().flatten() for each in self.averaged])
 
 
 def _copied(module: nn.Module) -> dict[str, Tensor]:

@@ -171,8 +171,9 @@ def check_vocabulary(task: Any, identity: dict[str, Any], path: str | Path) -> N
 def check_model(module: TaskModule, identity: dict[str, Any], path: str | Path) -> None:
     """Raises a UsageError if a checkpoint has another vocabulary or model. The message names all fields that differ."""
     check_vocabulary(module.run.task, identity, path)
-    there, model = {"pixels": ModelConfig.pixels, **identity["config"]["model"]}, vars(module.run.model)
-    names = (*SHAPE_FIELDS, "pixels")
+    later = ("pixels", "norm", "post_norm")  # an older checkpoint lacks them
+    there = {name: getattr(ModelConfig, name) for name in later} | identity["config"]["model"]
+    names, model = (*SHAPE_FIELDS, *later), vars(module.run.model)
     wrong = [f"model.{name} {there[name]} here {model[name]}" for name in names if there[name] != model[name]]
     a_token_more = there["pooling"] != model["pooling"] and "cls" in (there["pooling"], model["pooling"])
     # between pretraining and training the head is fresh, and CLS may be fresh too

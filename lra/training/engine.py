@@ -10,7 +10,7 @@ shape runs eagerly, which compiles and allocates. The second call captures the g
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -55,6 +55,7 @@ class EagerStep:
         judge_and_update: is given the whole gradient as a vector, with the loss last. It checks, clips and updates.
         device: the parameters are here.
         backward: adds the gradients of a loss to those of the parameters, and reduces them over several ranks.
+        reduced: other tensors that the ranks add up before an update.
     """
 
     loss: Callable[[Batch], Tensor]
@@ -63,6 +64,7 @@ class EagerStep:
     judge_and_update: Callable[[Tensor], None]
     device: torch.device
     backward: Callable[[Tensor], None]
+    reduced: Sequence[Tensor] = ()
     made: ClassVar[int] = 0  # nothing is compiled or captured
 
     def begin(self, seed: int, rate: float) -> None:
@@ -80,7 +82,8 @@ class EagerStep:
     def update(self) -> None:
         """Updates the parameters and clears the gradients."""
         if dist.is_initialized():
-            dist.all_reduce(self.total)
+            for each in (self.total, *self.reduced):
+                dist.all_reduce(each)
         gradients = [parameter.grad.flatten() for parameter in self.parameters if parameter.grad is not None]
         self.judge_and_update(torch.cat([*gradients, self.total.view(1)]))
         self.optimizer.zero_grad(set_to_none=True)
@@ -93,7 +96,7 @@ class CapturedStep:
     element is the step's loss.
 
     Args:
-        loss, parameters, update: as of `EagerStep`.
+        loss, parameters, update, reduced: as of `EagerStep`.
         optimizer: of the parameters; its learning rates become tensors.
         bf16: whether the loss is computed under autocast.
     """
@@ -101,9 +104,10 @@ class CapturedStep:
     def __init__(
         self, loss: Callable[[Batch], Tensor], parameters: list[nn.Parameter], optimizer: Optimizer,
         update: Callable[[Tensor], None], device: torch.device, bf16: bool = False,
+        reduced: Sequence[Tensor] = (),
     ):  # fmt: skip
         self.loss, self.parameters, self.optimizer, self.judge_and_update = loss, parameters, optimizer, update
-        self.bf16 = bf16
+        self.bf16, self.reduced = bf16, reduced
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.seed = torch.zeros((), dtype=torch.int64, device=device)
         sizes = [p.numel() for p in parameters]
@@ -140,7 +144,8 @@ class CapturedStep:
     def update(self) -> None:
         """Reduces the gradients over the ranks and updates the parameters."""
         if dist.is_initialized():
-            dist.all_reduce(self.flat)
+            for each in (self.flat, *self.reduced):
+                dist.all_reduce(each)
         self.updating()
 
     def _add(self, batch: Batch) -> None:

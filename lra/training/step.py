@@ -16,6 +16,7 @@ from lra.config.schema import RunConfig
 from lra.data.collated import CollatedBatch
 from lra.errors import UsageError
 from lra.models.attention.base import Attention
+from lra.models.norms import batch_norms, update_statistics
 from lra.tasks.base import TaskModule
 from lra.training import optim
 from lra.training.average import WeightAverage
@@ -89,6 +90,8 @@ class Step:
         if (average := self.average) is not None:
             average.start(module)
         judge = torch.compile(tally.judge) if captured else tally.judge  # a dozen numbers in one kernel
+        norms = batch_norms(module)
+        take_statistics = torch.compile(update_statistics) if captured and norms else update_statistics
 
         def loss(batch: Batch) -> Tensor:
             return compiled(batch) / run.batch.size  # a share of the global batch's mean
@@ -99,14 +102,17 @@ class Step:
             if run.optim.clip is not None:
                 nn.utils.clip_grad_norm_(module.parameters(), run.optim.clip)
             optimizer.update(tally.left_out)
+            if norms:
+                take_statistics(norms, tally.left_out)
             if average is not None:
                 average.update()
 
+        sums = [norm.sums for norm in norms]
         if captured:
             bf16 = run.trainer.precision == "bf16"
-            self.engine = CapturedStep(loss, trained_parameters(module), optimizer, update, device, bf16)
+            self.engine = CapturedStep(loss, trained_parameters(module), optimizer, update, device, bf16, sums)
         else:
-            self.engine = EagerStep(loss, trained_parameters(module), optimizer, update, device, backward)
+            self.engine = EagerStep(loss, trained_parameters(module), optimizer, update, device, backward, sums)
 
     def restore(self, counts: StepCounts) -> None:
         """Continues the counts of a checkpoint. Call this before the first step."""

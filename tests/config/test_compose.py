@@ -310,7 +310,7 @@ def test_a_number_may_begin_with_zeros():
         ("model.layers", "a 1.5 1e3 true null ~ [1] {} - !!int", "an integer"),
         ("optim.lr", "a 0.1.2 1,5 true null [1] {} - *a &a @ !!int", "a number"),
         ("attn.deterministic", "a 1.5 null [true] {}", "true or false"),
-        ("model.positions", "foo null [learned]", "learned, sinusoidal or rotary"),
+        ("model.positions", "foo null [learned]", "learned, sinusoidal, rotary or none"),
         ("model.axes", "3 a 1.0 null [1] true {}", "1 or 2"),
         ("head", "foo None", "kept, fresh or null"),
         ("batch.micro", "a 1.5 none [1] {}", "an integer or null"),

@@ -18,10 +18,10 @@ from lra.models.attention import ATTENTIONS
 from lra.models.transformer import Encoder
 
 
-def encoder(positions: Literal["learned", "rotary"] = "rotary", **fields: Any) -> Encoder:
+def encoder(positions: Literal["learned", "rotary", "none"] = "rotary", **fields: Any) -> Encoder:
     torch.manual_seed(0)
     shared: dict[str, Any] = dict(d_model=64, d_ff=64, heads=2, layers=2, dropout=0.2, attn_dropout=0.0)
-    model = ModelConfig(**shared, positions=positions, **fields)
+    model = ModelConfig(positions=positions, **shared | fields)
     return Encoder(model, ATTENTIONS.get("flash").Config(), vocabulary=9, max_length=40)
 
 
@@ -62,7 +62,7 @@ def by_layers(model: Encoder, function: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@pytest.mark.parametrize("positions", ["learned", "rotary", "none"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_blocks_use_them_and_compute_the_same(positions, compiled, taken):
     """With dropout, a function of the place."""
@@ -87,6 +87,10 @@ UNFUSED: dict[str, tuple[dict[str, Any], int]] = {  # fields, and how many fused
     "bands": ({"rotary_bands": "heads"}, 3),
     "norm": ({"qk_norm": True}, 3),
     "depth": ({"layer_drop": 0.4}, 2),
+    "rms": ({"norm": "rms"}, 0),
+    "batch": ({"norm": "batch"}, 0),
+    "post": ({"post_norm": True}, 0),
+    "alone": ({"d_ff": 0, "classifier": "linear"}, 2),
 }
 ALL = {"rotary_share": 0.5, "rotary_bands": "heads", "qk_norm": True, "layer_drop": 0.4}
 
@@ -113,7 +117,9 @@ def test_an_attention_that_turns_its_own_features_leaves_the_projection_fused(ta
     assert len(taken) == 5
 
 
-@pytest.mark.parametrize("fields", [{"positions": "learned"}, {"positions": "rotary"}, ALL])
+@pytest.mark.parametrize("fields", [
+    {"positions": "learned"}, {"positions": "rotary"}, ALL, {"positions": "none", "norm": "batch"}, {"post_norm": True},
+])  # fmt: skip
 @torch._dynamo.config.patch(error_on_recompile=True)  # pyright: ignore[reportPrivateImportUsage]
 def test_what_is_compiled_once_serves_any_number_of_rows(fields, monkeypatch):
     """As `lra.training.step.Step.compile` has it: a packed batch of another size waits for no compiler."""
@@ -143,6 +149,8 @@ def test_evaluation_drops_nothing(compiled, taken):
 @pytest.mark.parametrize(("fields", "answers"), [
     ({"positions": "learned"}, [True] * 5), ({}, [True] * 5), ({"rotary_share": 0.5}, [True] * 5),
     ({"rotary_bands": "heads"}, [True] * 3), ({"qk_norm": True}, [True] * 3), ({"layer_drop": 0.4}, [True] * 2),
+    ({"norm": "rms"}, []), ({"norm": "batch"}, []), ({"post_norm": True}, []),
+    ({"d_ff": 0, "classifier": "linear"}, [True] * 2), ({"positions": "none"}, [True] * 5),
 ])  # fmt: skip
 def test_a_model_on_a_gpu_learns_the_same(fields, answers, monkeypatch):
     """Under autocast and with dropout the gradients by the kernels are the layers', but for rounding."""

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from lra.batch import Batch
+from lra.batch import IGNORED_LABEL, Batch
 from lra.config.augment import LIMITS, AugmentConfig
 from lra.data import listops
-from lra.data.split import IGNORED_LABEL, Split
+from lra.data.split import Split
 from lra.models.dropout import sequence_keys
 from lra.tasks import augmented
 from lra.tasks.augmented import (

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from lra.data.split import IGNORED_LABEL, Split
+from lra.batch import IGNORED_LABEL
+from lra.data.split import Split
 from lra.errors import UsageError
 from lra.training.assembly import build_modules
 from lra.training.fit import configure

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from lra.batch import Batch
+from lra.batch import IGNORED_LABEL, Batch
 from lra.data import order
-from lra.data.split import IGNORED_LABEL, Pairs, Split
+from lra.data.split import Pairs, Split
 from lra.tasks.batches import EvalBatches, Rank, TrainBatches
 from tests.tasks.test_data import CPU, SHORT, run_of
 

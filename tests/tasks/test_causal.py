@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import lra
-from lra.batch import Batch
-from lra.data.split import IGNORED_LABEL
+from lra.batch import IGNORED_LABEL, Batch
 from lra.errors import UsageError
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from lra.batch import Batch
-from lra.data.split import IGNORED_LABEL, Pairs, Split
+from lra.batch import IGNORED_LABEL, Batch
+from lra.data.split import Pairs, Split
 from lra.tasks.hiding import Hiding, hidden_rows
 
 SEED = torch.tensor(3 << 33 | 5)

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import lra
-from lra.batch import Batch
-from lra.data.split import IGNORED_LABEL
+from lra.batch import IGNORED_LABEL, Batch
 from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.tasks.hiding import findable_rows, hidden_rows

@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional as F
 
 import lra
-from lra.batch import Batch
-from lra.data.split import IGNORED_LABEL, Split
+from lra.batch import IGNORED_LABEL, Batch
+from lra.data.split import Split
 from lra.errors import UsageError
 from lra.models.pixels import grey_values
 from lra.tasks.hiding import hidden_rows

@@ -45,7 +45,7 @@ def trail(monkeypatch):
 
     def observed(self: WeightAverage) -> None:
         update(self)
-        found.append([parameter.detach().clone() for parameter in self.parameters])  # type: ignore[arg-type]
+        found.append([parameter.detach().clone() for parameter in self.averaged])  # type: ignore[arg-type]
 
     monkeypatch.setattr(WeightAverage, "update", observed)
     return found
