@@ -1,7 +1,8 @@
 """A task with data of its own: associative recall.
 
-A sequence has pairs of a key and a digit, and then asks for one of the keys. The class is the digit of that key. Ba et al.
-2016 (arXiv 1610.06258, section 4.1) trained fast weights on it; Arora et al. 2023 (arXiv 2312.04927) compare mixers.
+A sequence has pairs of a key and a digit, and then asks for one of the keys. The class is the digit of that key.
+Ba et al. 2016 (arXiv 1610.06258, section 4.1) trained fast weights on it, and Arora et al. 2023 (arXiv 2312.04927)
+compare mixers by it.
 """
 
 from dataclasses import dataclass
