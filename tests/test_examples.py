@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PLUGIN = ROOT / "examples" / "plugin"
 SHORT = ("trainer.steps=20", "trainer.eval_every=10", "trainer.log_every=10", "trainer.accelerator=cpu")
+
+
+QUOTED = re.compile(r'^```\w+ title="(examples/[^"]+)"\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+
+
+def test_the_docs_quote_its_lines():
+    quotes = QUOTED.findall((ROOT / "docs" / "plugins.md").read_text(encoding="utf-8"))
+    assert len({file for file, _ in quotes}) == 5
+    assert not [lines for file, lines in quotes if lines not in (ROOT / file).read_text(encoding="utf-8")]
 
 
 @pytest.fixture(scope="module")
