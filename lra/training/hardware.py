@@ -62,6 +62,11 @@ def crowding_note(run: RunConfig) -> str | None:
     return f"trainer.devices={launch.local}: so many processes share {cores} core{'s' * (cores > 1)} of this CPU"
 
 
+def cores_per_rank(run: RunConfig) -> int:
+    """Returns how many CPU cores each rank of a run has for itself, at least 1."""
+    return max(1, _cores() // join_launch(run).local)
+
+
 def _accelerator(run: RunConfig, launch: Launch) -> str:
     accelerator, cores = run.trainer.accelerator, _cores()
     if accelerator == "gpu" and not torch.cuda.is_available():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import cast
 
 import pytorch_lightning as pl
@@ -23,8 +24,10 @@ from lra.training.average import WeightAverage
 from lra.training.compiling import compile_batched
 from lra.training.curves import log_row
 from lra.training.engine import CapturedStep, EagerStep
+from lra.training.hardware import cores_per_rank
 from lra.training.optim import Optimizer, trained_parameters
 from lra.training.plateau import Plateau
+from lra.training.precompile import precompile_kernels
 from lra.training.schedule import learning_rate
 from lra.training.seeding import derive_seed, seed_generators
 from lra.training.tally import PendingCounts, StepCounts, Tally
@@ -49,6 +52,7 @@ class Step:
         self.logged: float | None = None  # mean loss of a step, as last logged
         self._unread: tuple[int, float, PendingCounts] | None = None  # steps done, learning rate, counts
         self._scores: Callable[[Batch], Tensor] | None = None  # compiled
+        self._precompile: Callable[[Batch], None] | None = None  # before the first step of a captured engine
 
     def loop(self, module: TaskModule, steps: Iterable[list[CollatedBatch]]) -> None:
         """Makes steps, each with the micro-batches of this rank. Lightning sees them as one batch."""
@@ -111,6 +115,7 @@ class Step:
         if captured:
             bf16 = run.trainer.precision == "bf16"
             self.engine = CapturedStep(loss, trained_parameters(module), optimizer, update, device, bf16, sums)
+            self._precompile = partial(precompile_kernels, module, bf16=bf16, threads=cores_per_rank(run))
         else:
             self.engine = EagerStep(loss, trained_parameters(module), optimizer, update, device, backward, sums)
 
@@ -122,6 +127,11 @@ class Step:
         """Sums the gradients of a step's micro-batches for the engine's `update`. Returns the learning rate."""
         assert self.engine is not None
         generator, seed = self.seeds(step, rank)
+        if self._precompile is not None:
+            assert self.tally is not None
+            device = self.tally.left_out.device
+            self._precompile(batches[0].to(device).with_seed(torch.full((), seed, device=device)))
+            self._precompile = None
         seed_generators(generator)
         factor = 1.0 if self.plateau is None else self.plateau.factor
         rate = learning_rate(self.run.optim, step, self.run.trainer.steps, factor)
