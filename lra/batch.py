@@ -43,6 +43,18 @@ class Batch:
         """The least number of rows that each sequence owns: 0 in the packed layout."""
         return self.max_length if self.padded else 0
 
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """The row at which each sequence begins, and T, int32 `[B + 1]`.
+
+        Layers such as those of flash-linear-attention take it: sequence `b` owns the rows from `cu_seqlens[b]` to
+        before `cu_seqlens[b + 1]`. In the packed layout these are its tokens alone. A packed batch of training may end
+        in sequences that only fill its rows up, and they count as others do. In the padded layout a sequence owns
+        `max_length` rows, so a layer that looks ahead also reads those past its length.
+        """
+        ends = self.start + self.max_length if self.padded else self.length.cumsum(0, dtype=torch.int32)
+        return torch.nn.functional.pad(ends, (1, 0))
+
     def with_seed(self, seed: Tensor) -> Batch:
         return dataclasses.replace(self, seed=seed)
 

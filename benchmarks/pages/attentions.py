@@ -32,7 +32,9 @@ HEADER = (
     "- *ragged*: reads sequences of different lengths without padding. The others get the padded form.\n"
     "- *dtypes*: values of `trainer.precision`.\n\n"
     "An attention refuses a head dimension, dropout, causality, precision or device that it does not take, and the "
-    "message names those that take it.\n"
+    "message names those that take it.\n\n"
+    "The last table has [mixers](mixers.md). `attn=` chooses them, too. They have no queries, keys and head "
+    "dimensions, and no dropout of weights: `model.attn_dropout` must be 0, and `model.positions` not `rotary`.\n"
 )
 
 
@@ -40,8 +42,12 @@ def page() -> str:
     """The whole text, the same on every machine."""
     entries = ATTENTIONS.builtins().values()
     header = ("attention", "cost", "exact", "dropout", "causal", "ragged", "head dimensions", "dtypes", "needs")
-    rows = [_row(entry, ATTENTIONS.facts_of(entry)) for entry in entries]
-    return "\n".join([HEADER, table(header, rows), *(_section(entry) for entry in entries)])
+    facts = {entry.name: ATTENTIONS.facts_of(entry) for entry in entries}
+    rows = [_row(entry, facts[entry.name]) for entry in entries if not facts[entry.name].mixes]
+    mixers = [_row(entry, facts[entry.name]) for entry in entries if facts[entry.name].mixes]
+    kept = [place for place, name in enumerate(header) if name not in ("exact", "dropout", "head dimensions")]
+    short = table(["mixer", *(header[i] for i in kept[1:])], [[row[i] for i in kept] for row in mixers])
+    return "\n".join([HEADER, table(header, rows), "", short, *(_section(entry) for entry in entries)])
 
 
 def _row(entry: CatalogueEntry, facts: Capabilities) -> Sequence[str]:
@@ -56,6 +62,8 @@ def _row(entry: CatalogueEntry, facts: Capabilities) -> Sequence[str]:
 
 
 def _head_dims(facts: Capabilities) -> str:
+    if facts.mixes:
+        return ""
     low, high = facts.head_dims
     return f"{low} to {high}" + (f", multiples of {facts.head_dim_multiple}" if facts.head_dim_multiple > 1 else "")
 
@@ -73,8 +81,9 @@ def _section(entry: CatalogueEntry) -> str:
     cls, facts = load_class(entry), ATTENTIONS.facts_of(entry)
     source = f"lra/{entry.module.partition('.')[2].replace('.', '/')}.py"
     limits = [f"It needs {needed}." for needed in _needs(entry, facts)]
-    limits += [f"It takes head dimensions {_head_dims(facts)}, in {' or '.join(facts.dtypes)}."]
-    limits += [] if facts.dropout else ["It has no dropout: set `model.attn_dropout=0`."]
+    takes = "is a [mixer](mixers.md)" if facts.mixes else f"takes head dimensions {_head_dims(facts)}"
+    limits += [f"It {takes}, in {' or '.join(facts.dtypes)}."]
+    limits += [] if facts.dropout or facts.mixes else ["It has no dropout: set `model.attn_dropout=0`."]
     limits += ["It takes one projection for queries and keys."] if facts.shared_qk else []
     described = describe_fields(cls.Config(), "attn.")
     rows = [(f"`{field.name}`", field.type, field.default, field.meaning) for field in described]

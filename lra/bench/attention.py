@@ -13,7 +13,7 @@ import torch
 
 from lra import environment
 from lra.bench import plots
-from lra.bench.cases import TORCH_DTYPES, BenchmarkCase, attention_class, call_attention, make_batch
+from lra.bench.cases import TORCH_DTYPES, BenchmarkCase, attention_class, attention_names, call_attention, make_batch
 from lra.bench.check import Verdict, check_dropout, check_small, check_timed, has_reference
 from lra.bench.output import open_output
 from lra.bench.presets import (
@@ -32,7 +32,6 @@ from lra.config.checks import check_at_most, check_dropout_rate
 from lra.config.options import parse_options, recorded_options, refuse_repeats
 from lra.config.override import parse_overrides
 from lra.errors import UsageError, is_out_of_memory, name_error
-from lra.models.attention import ATTENTIONS
 
 # The backward recomputes the scores: it has five products, not two.
 FLOP_FACTORS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
@@ -107,7 +106,7 @@ def configure_attention(args: Sequence[str]) -> AttentionOptions:
     overrides = parse_overrides(args)
     given = {override.field: override.text for override in overrides}
     table = given.get("table")
-    compared_by_default = {"attns": tuple(ATTENTIONS.catalogue())} if table in COMPARED_TABLES else {}
+    compared_by_default = {"attns": attention_names()} if table in COMPARED_TABLES else {}
     options = parse_options(AttentionOptions, overrides, **compared_by_default, **PAPER_TABLES.get(table, {}))
     clash = given.keys() & ({"lengths", "tokens", "table"} if options.ragged == "imdb" else set())
     if {"attn", "attns"} <= given.keys():

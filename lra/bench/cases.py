@@ -13,6 +13,7 @@ from torch import Tensor
 from lra.batch import Batch
 from lra.bench.sparse import PEERS
 from lra.config.options import parse_options
+from lra.errors import UsageError
 from lra.kernels.flash.layout import Layout
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention, AttentionSpec
@@ -75,9 +76,19 @@ class BenchmarkCase:
 
 
 def attention_class(attention: str) -> tuple[str, Any]:
-    """The name in `name[:field=value…]` and its class. UsageError if it is unknown or not installed."""
+    """The name in `name[:field=value…]` and its class. UsageError if it is unknown, not installed or a mixer."""
     name = attention.partition(":")[0]
-    return name, (PEERS if "@" in name else ATTENTIONS).get(name)
+    cls = (PEERS if "@" in name else ATTENTIONS).get(name)
+    if cls.facts.mixes:
+        raise UsageError(
+            f"{name} is a mixer, which has no queries, keys and values to time: use lra bench step task=… attn={name}"
+        )
+    return name, cls
+
+
+def attention_names() -> tuple[str, ...]:
+    """All names of the catalogue that `lra bench attention` measures: those of attentions, without mixers."""
+    return tuple(name for name, entry in ATTENTIONS.catalogue().items() if not ATTENTIONS.facts_of(entry).mixes)
 
 
 def has_reference_dropout(attention: Attention, device: torch.device) -> bool:

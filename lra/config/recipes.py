@@ -19,6 +19,11 @@ from lra.config.registry import Registry, describe_unknown, find_source, owning_
 from lra.errors import UsageError, shorten
 
 CONFIGS_FOLDER = Path(__file__).parent.parent / "configs"
+# for a mixer, which has no queries and keys to change, and sees the order of tokens by itself
+WITHOUT_QUERIES = {
+    "positions": "none", "axes": 1, "rotary_base": 10000.0, "rotary_share": 1.0, "rotary_bands": "all",
+    "qk_norm": False,
+}  # fmt: skip
 ENTRY_POINTS = {"recipe": "lra.recipes", "table": "lra.tables"}  # groups by the kind of file
 
 
@@ -123,6 +128,8 @@ def brought_sections(attention: Any, task: str) -> Iterator[Mapping[str, Any]]:
     """Yields the fields that an attention brings for recipes that say nothing of it: a class with `facts`."""
     if not getattr(attention.facts, "dropout", True):
         yield {"model": {"attn_dropout": 0.0}}
+    if getattr(attention.facts, "mixes", False):
+        yield {"model": WITHOUT_QUERIES}
     own = getattr(attention, "recipe_section", {})
     yield from (own.get(section) or {} for section in ("all", task))
 

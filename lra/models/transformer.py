@@ -71,7 +71,15 @@ class EncoderBlock(nn.Module):
         attention = ATTENTIONS.get(attn.name)
         self.layer_drop, self.branch_site = config.layer_drop * (layer + 1) / config.layers, BRANCH_SITE - 2 * layer
         shared_qk = attention.facts.shared_qk
-        self.qkv, self.out = nn.Linear(d, (2 if shared_qk else 3) * d), nn.Linear(d, d)
+        self.qkv = self.out = None  # a mixer has its own
+        if not attention.facts.mixes:
+            self.qkv, self.out = nn.Linear(d, (2 if shared_qk else 3) * d), nn.Linear(d, d)
+        elif config.positions == "rotary" or config.qk_norm:
+            field, mend = ("qk_norm=true", "false") if config.qk_norm else ("positions=rotary", "none")
+            raise UsageError(
+                f"model.{field} changes queries and keys, and attn={attn.name} is a mixer without them: "
+                f"set model.{field.partition('=')[0]}={mend}"
+            )
         self.q_norm = HeadNorm(config.head_dim) if config.qk_norm else None
         self.k_norm = HeadNorm(config.head_dim) if config.qk_norm and not shared_qk else None
         spec = AttentionSpec(config.heads, config.head_dim, max_length, config.attn_dropout, layer, causal)
@@ -93,7 +101,9 @@ class EncoderBlock(nn.Module):
         return self.after_attention(*self.attend(x_TD, batch, rotary), keys_T, branch_keys_T, batch)
 
     def attend(self, x_TD: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """Returns the output of attention, and x: both `[T, d_model]`."""
+        """Returns the output of attention or of a mixer, and x: both `[T, d_model]`."""
+        if self.qkv is None:
+            return self.attention.mix_ragged(self._before(self.attn_norm, x_TD, batch), batch), x_TD
         turned = None if self.attention.facts.rotates else rotary  # the model rotates, not the attention
         # the kernel has one table of angles for all heads, and rotates without a norm before it
         fused = self.fused and self.fusible and self.q_norm is None and (turned is None or turned[0].ndim == 2)
@@ -130,7 +140,7 @@ class EncoderBlock(nn.Module):
         if self.fuses(o_TD, x_TD):
             layers, dropout = self._fusing(keys_T)
             return feed_forward(o_TD, x_TD, *layers, **dropout)
-        added = drop(self.out(o_TD), self.dropout, keys_T, self.site)
+        added = drop(o_TD if self.out is None else self.out(o_TD), self.dropout, keys_T, self.site)
         x_TD = x_TD + drop_branch(added, self.layer_drop, branch_keys_T, self.branch_site)
         x_TD = self._after(self.attn_norm, x_TD, batch)
         if self.ff_norm is None:
@@ -161,13 +171,14 @@ class EncoderBlock(nn.Module):
         self, keys_T: Tensor | None
     ) -> tuple[tuple[nn.Linear, nn.LayerNorm, nn.Linear, nn.Linear], dict[str, Any]]:
         """Returns the layers after attention and their dropout, as arguments of one kernel."""
+        assert self.out is not None, "a mixer's block is not fused"
         dropped = dropout_threshold(self.dropout)
         dropout: dict[str, Any] = dict(scale=keep_scale(dropped), threshold=dropped, keys=keys_T, site=self.site)
         return (self.out, self.ff_norm, self.up, self.down), dropout
 
     def fuses(self, o_TD: Tensor, x_TD: Tensor) -> bool:
         """Whether one kernel computes the part after attention."""
-        if not self.fusible or self.ff_norm is None:  # the kernel has a feed-forward
+        if not self.fusible or self.out is None or self.ff_norm is None:  # the kernel projects, and has a feed-forward
             return False
         if self.training and self.layer_drop:  # the kernel adds both branches of every sequence
             return False

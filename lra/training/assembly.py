@@ -14,7 +14,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from lra.caches import watch_kernels
 from lra.config.schema import RunConfig
 from lra.errors import UsageError
-from lra.models.attention.base import Attention
+from lra.models.attention.base import Mixer
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule
 from lra.tasks.batches import Collation, Rank
@@ -131,9 +131,7 @@ def make_trainer(run: RunConfig, folder: Path, clock: Clock, *callbacks: pl.Call
 
 def resolve_attention(module: TaskModule, device: torch.device) -> str:
     """Describes what computes attention on the device. UsageError if nothing can."""
-    used = {
-        part.resolve(device, module.run.trainer.precision) for part in module.modules() if isinstance(part, Attention)
-    }
+    used = {part.resolve(device, module.run.trainer.precision) for part in module.modules() if isinstance(part, Mixer)}
     return ", ".join(sorted(used))
 
 

@@ -18,9 +18,13 @@ from lra.training.output import console
 
 def describe_run(run: RunConfig, parts: Assembly) -> str:
     """Describes for people what the speed of steps depends on: attention, size, batch, precision, engine, device."""
+    device = parts.trainer.strategy.root_device
+    asked = run.engine == "auto" and device.type == "cuda"  # that there is no GPU, the device says
+    hinders = parts.step.hinders(parts.module, device) if asked else ""
+    engine = parts.engine + (f" as {hinders}" if hinders else "")
     return ", ".join((
         f"attention {parts.attention}", f"{result.count_parameters(parts.module):,} parameters",
-        f"batch {describe_batch(run, parts.trainer)}", run.trainer.precision, f"engine {parts.engine}",
+        f"batch {describe_batch(run, parts.trainer)}", run.trainer.precision, f"engine {engine}",
         describe_device(parts.trainer),
     ))  # fmt: skip
 

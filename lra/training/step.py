@@ -16,7 +16,7 @@ from lra.batch import Batch
 from lra.config.schema import RunConfig
 from lra.data.collated import CollatedBatch
 from lra.errors import UsageError
-from lra.models.attention.base import Attention
+from lra.models.attention.base import Mixer
 from lra.models.norms import batch_norms, update_statistics
 from lra.tasks.base import TaskModule
 from lra.training import optim
@@ -177,12 +177,17 @@ class Step:
         """Whether steps are compiled and captured. UsageError if `engine=captured` is not possible."""
         if self.run.engine == "eager":
             return False
-        hinders = "" if device.type == "cuda" else "there is no GPU"
-        attentions = (part for part in module.modules() if isinstance(part, Attention))
-        hinders = hinders or next((part.decides_on_host for part in attentions if part.decides_on_host), "")
+        hinders = self.hinders(module, device)
         if hinders and self.run.engine == "captured":
             raise UsageError(f"engine=captured, but {hinders}: use engine=auto")
         return not hinders
+
+    def hinders(self, module: nn.Module, device: torch.device) -> str:
+        """Returns why steps can't be captured; empty if they can be."""
+        if device.type != "cuda":
+            return "there is no GPU"
+        mixers = (part for part in module.modules() if isinstance(part, Mixer))
+        return next((part.decides_on_host for part in mixers if part.decides_on_host), "")
 
     def compile_evaluation(self, module: TaskModule) -> None:
         """Compiles evaluation at the start, so that a run with only its test set left scores like others."""

@@ -115,6 +115,8 @@ def transfer_weights(
     }
     # another attention may have a tensor of the same name and another meaning
     parts = [".attention."] if "attn" in changed else []
+    if len({any(".qkv." in key for key in keys) for keys in (own, weights)}) > 1:  # a mixer has its own projections
+        parts += [".qkv.", ".out."]
     if "model.qk_norm" in changed:
         parts += [".q_norm.", ".k_norm."]
     head = _shapes(weights, "head")

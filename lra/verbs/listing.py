@@ -24,7 +24,7 @@ def ls_tasks() -> None:
 
 @verb(ls_app, "attns")
 def ls_attns() -> None:
-    """The attentions."""
+    """The attentions, and mixers, which have no head dims."""
     from lra.models.attention import ATTENTIONS
 
     print_catalogue(ATTENTIONS, ("exact", "dropout", "causal", "ragged", "head_dims"))

@@ -34,6 +34,8 @@ def test_every_combination_is_a_cell_and_attentions_vary_fastest():
         ("tokens=99999999999999",): "^tokens=99999999999999 is too large: use at most 16777216",
         ("heads=99999999999999999999",): "^heads=99999999999999999999 is too large: use at most 9223372036854775807",
         ("lengths=16,9999999999",): "^lengths=9999999999 is too large: use at most 1048576",
+        ("attns=s4d",): "^s4d is a mixer, .*: use lra bench step task=… attn=s4d$",
+        ("attn=gla",): "^gla is a mixer",
         ("head_dims=16,9999999999",): "^head_dims=9999999999 is too large: use at most 16384",
         ("lengths=1K",): "lengths=1K: write \\[integer,…\\]",
         ("dropout=1",): "dropout= must be at least 0 and below 1",

@@ -207,7 +207,7 @@ def attended(cls: Any, options: dict[str, Any], max_length: int = LONGEST) -> An
         config = cls.Config(**options)
         dropout = 0.25 if cls.facts.dropout else 0.0
         attention = cls(config, AttentionSpec(2, 16, max_length, dropout)).train()
-        layout = attention.layout
+        layout = getattr(attention, "layout", None)
         made = digest(attention.state_dict() | ({} if layout is None else {"layout": layout.blocks}))
         if layout is not None:
             made["rules"] = str((layout.block, layout.band, layout.globals, layout.causal))
@@ -225,9 +225,13 @@ def attended(cls: Any, options: dict[str, Any], max_length: int = LONGEST) -> An
             shape = (3, batch.tokens.numel(), 2, 16)
             q, k, v = (x.requires_grad_() for x in torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
             torch.manual_seed(seed)
-            out = attention(q, k, v, batch)
+            out = attention.mix(q.flatten(1), batch) if cls.facts.mixes else attention(q, k, v, batch)
             out.square().sum().backward()
-            results |= {f"{name}{seed}": x for name, x in (("o", out), ("q", q.grad), ("k", k.grad), ("v", v.grad))}
+            results |= {
+                f"{name}{seed}": x
+                for name, x in (("o", out), ("q", q.grad), ("k", k.grad), ("v", v.grad))
+                if x is not None
+            }
     grads = {name: p.grad for name, p in attention.named_parameters()}
     return {"made": made, "results": digest(results | grads), "work": work.done}
 

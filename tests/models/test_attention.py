@@ -21,7 +21,7 @@ from lra.models.attention.base import Attention, AttentionSpec
 LENGTHS = (5, 0, 17, 1, 16)
 LONG = (130, 0, 64, 33)  # more than one tile or block
 CATALOGUE = ATTENTIONS.catalogue()
-FACTS = {name: ATTENTIONS.facts_of(entry) for name, entry in CATALOGUE.items()}
+FACTS = {name: facts for name, entry in CATALOGUE.items() if not (facts := ATTENTIONS.facts_of(entry)).mixes}
 
 
 @dataclass(frozen=True)

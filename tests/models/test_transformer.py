@@ -24,6 +24,7 @@ HERE = sorted(  # the attentions that run on a CPU
     for entry in ATTENTIONS.catalogue().values()
     if not entry.missing and not ATTENTIONS.facts_of(entry).needs_gpu
 )
+MIXERS = [name for name in HERE if ATTENTIONS.facts_of(ATTENTIONS.catalogue()[name]).mixes]
 POSITIONS, POOLING = ("learned", "sinusoidal", "rotary"), ("mean", "max", "cls", "last")
 
 
@@ -53,6 +54,10 @@ def sequences(
 @pytest.mark.parametrize(("positions", "pooling"), list(itertools.product(POSITIONS, POOLING)))
 @pytest.mark.parametrize("attn", HERE)
 def test_a_sequence_does_not_depend_on_its_batch_or_layout(attn, positions, pooling):
+    if attn in MIXERS and positions == "rotary":
+        with pytest.raises(UsageError, match=rf"positions=rotary changes .* attn={attn} is a mixer .*positions=none$"):
+            encoder(attn, positions=positions)
+        return
     model = encoder(attn, positions=positions, pooling=pooling)
     lengths = (5, 12, 1, 16)
     together = model(sequences(lengths, model))
@@ -240,7 +245,7 @@ ROTARY: tuple[dict[str, Any], ...] = ({"rotary_share": 0.5}, {"rotary_bands": "h
 
 
 @pytest.mark.parametrize("fields", ROTARY, ids=lambda fields: next(iter(fields)))
-@pytest.mark.parametrize("attn", HERE)
+@pytest.mark.parametrize("attn", [name for name in HERE if name not in MIXERS])
 def test_every_attention_has_other_rotations_and_normalised_queries(attn, fields):
     """They act, alike in packed and padded batches."""
     plain, model = (encoder(attn, positions="rotary", **given) for given in ({}, fields))

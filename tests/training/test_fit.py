@@ -129,6 +129,8 @@ GPU = ("trainer.accelerator=gpu", "attn.deterministic=true")
     [
         ("flash", ()),
         ("standard", ()),
+        ("s4d", ("model.attn_dropout=0",)),
+        ("gla", ("model.attn_dropout=0",)),
         pytest.param("flash", (*GPU, "engine=eager"), marks=pytest.mark.gpu),
         pytest.param("flash", (*GPU, "engine=captured"), marks=pytest.mark.gpu),
     ],

@@ -5,6 +5,9 @@ rotary positions to q and k before, unless the attention `rotates`: then it rece
 heads share or not, and turns its own features with `lra.models.positions.rotate`. Of an attention with `shared_qk` the
 model makes no keys. One that is not `ragged` is handed the padded form.
 
+A mixer is the general case: a module `mix(x, batch)` with projections of its own, for which the block makes none. It
+registers here, too, with `mixes=True`, and `attn=` chooses it. `s4d` and `gla` are such layers.
+
 Patterns of blocks (`local`, `longformer`, `bigbird`, `openai_sparse`, `butterfly`) are layouts on the block-sparse
 kernels (`block_sparse.py`). A layout is built once for the longest sequence and is no buffer, so checkpoints fit any
 attention. `reformer` and `smyrf` share `lsh.py`. `megatron` has kernels of its own, in `lra/kernels/softmax`. The other
@@ -29,7 +32,8 @@ class Capabilities:
     ragged: bool = True  # reads packed batches; otherwise the model hands it the padded form
     rotates: bool = False  # takes the angles of rotary positions and turns its features, not the queries and keys
     shared_qk: bool = False  # its keys are its queries, of one projection; it reads q alone
-    head_dims: tuple[int, int] = (1, 1024)  # smallest and largest
+    mixes: bool = False  # is a mixer, with projections of its own: no queries, keys, probabilities or head dimensions
+    head_dims: tuple[int, ...] = (1, 1024)  # smallest and largest; a mixer has none
     head_dim_multiple: int = 1
     dtypes: tuple[str, ...] = ("fp32", "bf16")
     needs_gpu: bool = False
@@ -37,11 +41,18 @@ class Capabilities:
     def __post_init__(self) -> None:
         if self.rotates and not self.ragged:
             raise ValueError("rotates=True needs ragged=True: angles are those of the packed tokens")
+        if self.mixes and (self.exact or self.rotates or self.shared_qk):
+            raise ValueError(
+                "mixes=True has no queries and keys: leave out exact=True, rotates=True and shared_qk=True"
+            )
+        if self.mixes:
+            for fact, value in (("dropout", False), ("head_dims", ())):
+                object.__setattr__(self, fact, value)
 
     def fits(self, head_dim: int, dropout: float, causal: bool) -> bool:
         """Whether heads of this dimension, this dropout on probabilities, and causality if asked for, are possible."""
-        low, high = self.head_dims
-        dimension = low <= head_dim <= high and head_dim % self.head_dim_multiple == 0
+        dimension = self.mixes or self.head_dims[0] <= head_dim <= self.head_dims[1]
+        dimension = dimension and head_dim % self.head_dim_multiple == 0
         return dimension and (self.dropout or not dropout) and (self.causal or not causal)
 
 

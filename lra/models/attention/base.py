@@ -1,4 +1,4 @@
-"""The base class of all attentions, and what a layer tells its attention."""
+"""The base classes of mixers and attentions, and what a layer tells them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ class AttentionSpec:
     layer: int = 0
     causal: bool = False  # each token attends to itself and to earlier ones alone
 
+    @property
+    def d_model(self) -> int:
+        return self.heads * self.head_dim
+
 
 LARGEST_COUNT = 1 << 16  # largest number of tokens, blocks or features in an option: a sequence of Path-256
 
@@ -39,20 +43,20 @@ def check_option_counts(config: Any, least: int, *names: str) -> None:
             raise UsageError(f"attn.{name}={value} must be at least {least} and at most {LARGEST_COUNT}")
 
 
-class Attention(nn.Module):
-    """Base class of attentions.
+class Mixer(nn.Module):
+    """Base class of what mixes the tokens of each sequence.
 
-    A subclass defines `forward(q, k, v, batch)`, which maps three `[T, H, D]` tensors of any strides to one. The model
-    calls `attend`. An attention with an option `impl` names its path for all devices in `fallback`, and `choose_impl`
-    decides between Triton and that path. `resolve` describes for the user what will compute. `recipe_section` has
-    fields of `lra fit`, by task or under `all`, for recipes that say nothing of this attention, such as
+    A subclass defines `mix(x, batch)`, which maps the block's normalised rows `[T, d_model]` to the rows that are added
+    to the residual. It has its own projections, and may use `spec.heads`. It registers with `mixes=True`. An
+    `Attention` is a mixer whose projections the block makes.
+
+    `resolve` describes for the user what will compute. `recipe_section` has fields of `lra fit`, by task or under
+    `all`, for recipes that say nothing of this mixer, such as
     `{"all": {"model": {"positions": "learned"}}, "text": {"attn": {"k": 256}}}`.
     """
 
     name: ClassVar[str]
     facts: ClassVar[Capabilities]
-    layout: Layout | None = None  # the keys that a query sees; None: all
-    fallback: ClassVar[str] = ""  # for attentions with `attn.impl`: the path that runs on any device
     recipe_section: ClassVar[Mapping[str, Any]] = {}  # the form of a recipe's attns: <task or all>: {field: value}
     decides_on_host: str = ""  # why a CUDA graph can't capture its training steps
 
@@ -63,9 +67,12 @@ class Attention(nn.Module):
     def __init__(self, config: Any, spec: AttentionSpec):
         super().__init__()
         self.config, self.spec = config, spec
-        (low, high), multiple = self.facts.head_dims, self.facts.head_dim_multiple
-        if not low <= spec.head_dim <= high:
-            self._refuse(f"head dimensions {low} to {high}, not {spec.head_dim}")
+        if self.facts.mixes == isinstance(self, Attention):
+            how = "subclasses Attention: leave out mixes=True" if self.facts.mixes else "is a Mixer: add mixes=True"
+            raise UsageError(f"attn={self.name} {how}, where {type(self).__module__} registers it")
+        dims, multiple = self.facts.head_dims, self.facts.head_dim_multiple
+        if dims and not dims[0] <= spec.head_dim <= dims[1]:
+            self._refuse(f"head dimensions {dims[0]} to {dims[1]}, not {spec.head_dim}")
         if spec.dropout and not self.facts.dropout:
             self._refuse("no dropout on its probabilities: set model.attn_dropout=0")
         if spec.causal and not self.facts.causal:
@@ -81,22 +88,28 @@ class Attention(nn.Module):
         """
         return {}
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+    def mix(self, x: Tensor, batch: Batch) -> Tensor:
+        """Maps `[T, d_model]` to the same. What is past a length may be anything, and must influence no real row."""
         raise NotImplementedError
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        """Calls `forward`, with padded tensors if the attention reads no packed ones."""
-        if self.facts.ragged or batch.padded:
-            return self._shaped(self(q, k, v, batch), v)
-        q, k, v = (batch.pad(x).flatten(0, 1) for x in (q, k, v))
-        padded = batch.to_padded()
-        return batch.unpad(padded.pad(self._shaped(self(q, k, v, padded), v)))
+    def mix_ragged(self, x: Tensor, batch: Batch) -> Tensor:
+        """Calls `mix`, with padded rows if the mixer reads no packed ones."""
+        return self._mixed(self.mix, (x,), batch)
 
-    def _shaped(self, out: Tensor, v: Tensor) -> Tensor:
-        """Returns `out`. UsageError if its heads and features differ from v, as some could still be added to x."""
-        if out.shape[1:] != v.shape[1:]:
-            rows, wanted = ("[T, " + ", ".join(map(str, x.shape[1:])) + "]" for x in (out, v))
-            raise UsageError(f"attn={self.name} returns {rows} for values of {wanted}: its forward must return that")
+    def _mixed(self, mix: Callable[..., Tensor], rows: tuple[Tensor, ...], batch: Batch) -> Tensor:
+        """Returns `mix(*rows, batch)`, by way of the padded form if need be."""
+        if self.facts.ragged or batch.padded:
+            return self._shaped(mix(*rows, batch), rows[-1])
+        rows = tuple(batch.pad(x).flatten(0, 1) for x in rows)
+        padded = batch.to_padded()
+        return batch.unpad(padded.pad(self._shaped(mix(*rows, padded), rows[-1])))
+
+    def _shaped(self, out: Tensor, x: Tensor) -> Tensor:
+        """Returns `out`. UsageError if its features differ from those of x, as some could still be added to x."""
+        if out.shape[1:] != x.shape[1:]:
+            rows, wanted = ("[T, " + ", ".join(map(str, y.shape[1:])) + "]" for y in (out, x))
+            what, method = ("rows", "mix") if self.facts.mixes else ("values", "forward")
+            raise UsageError(f"attn={self.name} returns {rows} for {what} of {wanted}: its {method} must return that")
         return out
 
     def resolve(self, device: torch.device, precision: str) -> str:
@@ -107,6 +120,36 @@ class Attention(nn.Module):
             supported = f"trainer.precision={'|'.join(self.facts.dtypes)}, not {precision}"
             self._refuse(supported, lambda facts: precision in facts.dtypes)
         return self.name
+
+    def _refuse(self, supports: str, able: Callable[[Capabilities], bool] = lambda facts: True) -> None:
+        """Raises a UsageError that names the installed attentions which can do what was asked."""
+        there = {e.name: ATTENTIONS.facts_of(e) for e in ATTENTIONS.catalogue().values() if not e.missing}
+        spec, kind = self.spec, self.facts.mixes  # no mixer stands for an attention, nor the other way round
+        same = {name: facts for name, facts in there.items() if facts.mixes == kind}
+        fit = (name for name, facts in same.items() if facts.fits(spec.head_dim, spec.dropout, spec.causal))
+        others = [name for name in fit if able(there[name])]
+        raise UsageError(
+            f"attn={self.name} supports {supports}" + (f", or use attn={'|'.join(others)}" if others else "")
+        )
+
+
+class Attention(Mixer):
+    """Base class of attentions: mixers of queries, keys and values, whose projections the block makes.
+
+    A subclass defines `forward(q, k, v, batch)`, which maps three `[T, H, D]` tensors of any strides to one. The model
+    calls `attend`. An attention with an option `impl` names its path for all devices in `fallback`, and `choose_impl`
+    decides between Triton and that path.
+    """
+
+    layout: Layout | None = None  # the keys that a query sees; None: all
+    fallback: ClassVar[str] = ""  # for attentions with `attn.impl`: the path that runs on any device
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        raise NotImplementedError
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        """Calls `forward`, with padded tensors if the attention reads no packed ones."""
+        return self._mixed(self, (q, k, v), batch)
 
     def choose_impl(self, device: torch.device) -> str:
         """Returns the path that `attn.impl` gives: triton or `fallback`. UsageError if it can't run on the device."""
@@ -127,13 +170,3 @@ class Attention(nn.Module):
             return None
         assert batch.seed is not None, "a training batch carries its step's seed"
         return batch.seed + self.spec.layer
-
-    def _refuse(self, supports: str, able: Callable[[Capabilities], bool] = lambda facts: True) -> None:
-        """Raises a UsageError that names the installed attentions which can do what was asked."""
-        there = {e.name: ATTENTIONS.facts_of(e) for e in ATTENTIONS.catalogue().values() if not e.missing}
-        spec = self.spec
-        fit = (name for name, facts in there.items() if facts.fits(spec.head_dim, spec.dropout, spec.causal))
-        others = [name for name in fit if able(there[name])]
-        raise UsageError(
-            f"attn={self.name} supports {supports}" + (f", or use attn={'|'.join(others)}" if others else "")
-        )
