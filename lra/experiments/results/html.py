@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -13,15 +12,14 @@ from lra.bench import plots
 from lra.errors import UsageError
 from lra.experiments.grid.grid import Cell, Grid
 from lra.experiments.reproduction import TextTable
+from lra.experiments.results.curve_plot import Points, read_points
 from lra.experiments.results.ledger import ReportRow, ResultFile, finished_hardware, mean_value
 from lra.terminal import make_visible
-from lra.training import curves
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LEAST_ACCURACY_SPAN = 5.0  # points of accuracy: chance shall look flat
-MOST_POINTS = 200  # of a line: more are narrower than its stroke
 CSS = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #222; background: #fff; max-width: 1220px; margin: 24px auto;
   padding: 0 16px; }
@@ -34,8 +32,6 @@ th { border-bottom: 2px solid #888; } th:first-child, td:first-child { text-alig
 .names span { display: inline-block; margin-right: 18px; } .names img { vertical-align: middle; }
 pre { background: #f6f6f6; padding: 8px; overflow-x: auto; font-size: 13px; }
 """
-
-Points = list[tuple[float, float]]
 
 
 def report_page(
@@ -119,12 +115,9 @@ def _learning(
 def _validation(path: Path) -> Points | str:
     """(step, accuracy in %) of a file, thinned out; or what is wrong with the file."""
     try:
-        validated = [row for row in curves.read_curves(path) if row.get("val/accuracy")]
+        return read_points(path, "val/accuracy", 100)
     except (OSError, UsageError) as error:
         return str(error)
-    points = [(float(row["step"]), 100 * float(row["val/accuracy"])) for row in validated]
-    kept = points[:: math.ceil(len(points) / MOST_POINTS) or 1]
-    return [*kept, points[-1]] if points and kept[-1] != points[-1] else kept
 
 
 def _against(

@@ -225,9 +225,14 @@ def make_row(table: Grid, cell: Cell, found: Ledger) -> ReportRow:
         known["difference"] = None if paper is None else known["accuracy"] - paper
         known["validation"] = 100 * result["val"]["accuracy"] if "val" in result else None
         # a run may never leave chance: it counts, and is named
-        if abs(known["accuracy"] - known["majority"]) <= known["bound"]:
+        if is_stuck(result["test"]):
             known["status"] = "stuck"
     return ReportRow(cell.column, cell.attn, cell.seed, **known)
+
+
+def is_stuck(test: Mapping[str, Any]) -> bool:
+    """Whether a test accuracy is chance: that of the commonest class, within its own 95% bound from sampling."""
+    return abs(test["accuracy"] - test["baselines"]["majority"]) <= test["plus_minus"]
 
 
 def known_values(rows: Sequence[ReportRow], field: str, **where: Any) -> list[float]:

@@ -6,6 +6,7 @@ import math
 import re
 
 from lra.experiments.results import html, report
+from lra.experiments.results.curve_plot import MOST_POINTS
 from tests.drawings import lines, words
 from tests.experiments.results.test_ledger import put, result
 from tests.experiments.results.test_report import cells, pictures
@@ -33,7 +34,7 @@ def test_long_curves_are_thinned_and_those_that_are_no_numbers_left_out(tmp_path
     curves = lines(next(picture for picture in pictures(page) if "step" in words(picture)))
     assert set(curves) == {"flash-0"}
     points = curves["flash-0"].points
-    assert 100 < len(points) <= html.MOST_POINTS + 1 and points[-1][1] == min(y for _, y in points)
+    assert 100 < len(points) <= MOST_POINTS + 1 and points[-1][1] == min(y for _, y in points)
 
 
 def test_text_of_results_is_escaped(tmp_path):
