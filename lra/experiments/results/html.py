@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -14,12 +15,14 @@ from lra.experiments.grid.grid import Cell, Grid
 from lra.experiments.reproduction import TextTable
 from lra.experiments.results.curve_plot import Points, read_points
 from lra.experiments.results.ledger import ReportRow, ResultFile, finished_hardware, mean_value
-from lra.terminal import make_visible
+from lra.terminal import Bold, make_visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LEAST_ACCURACY_SPAN = 5.0  # points of accuracy: chance shall look flat
+LEAST_FACTOR = 4.0  # of a logarithmic axis across: two almost equal values stand close to each other
+MOST_TICKS = 5  # of a linear axis across, so that numbers do not overlap
 CSS = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #222; background: #fff; max-width: 1220px; margin: 24px auto;
   padding: 0 16px; }
@@ -68,7 +71,7 @@ def report_page(
 def curve_chart(
     title: str, across: str, lines: Mapping[str, list[Points]], number: Mapping[str, int], log: bool
 ) -> str:
-    """A picture of lines by name, each with a dot at its end.
+    """A picture of lines by name, each with a dot at its end, and the name there if a line is one point.
 
     Args:
         log: whether the axis across is logarithmic. Its values are then positive.
@@ -79,7 +82,14 @@ def curve_chart(
             for place, line in enumerate(group):
                 look = plots.line_style(number[name])
                 axes.plot(*zip(*line, strict=True), gid=f"{name}-{place}", markevery=[-1], linewidth=1.2, **look)
+                if len(line) == 1:
+                    axes.annotate(name, line[0], (4, 4), textcoords="offset points", fontsize=7, color=look["color"])
         axes.set(title=title, xlabel=make_visible(across, kept="\n"), xscale="log" if log else "linear")
+        left, right = axes.get_xlim()
+        if log and right / left < LEAST_FACTOR:
+            middle, room = math.sqrt(left * right), math.sqrt(LEAST_FACTOR)
+            axes.set_xlim(middle / room, middle * room)
+        axes.locator_params(axis="x", nbins=MOST_TICKS) if not log else None
         plots.set_ticks(axes.xaxis)
         low, high = axes.get_ylim()
         room = max(0.0, LEAST_ACCURACY_SPAN - (high - low)) / 2
@@ -151,10 +161,14 @@ def _commands(rows: Sequence[ReportRow]) -> Iterator[str]:
 
 def _table(table: TextTable) -> str:
     title, header, rows = table
-    lines = "\n".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    lines = "\n".join(f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in row)}</tr>" for row in rows)
     names = "".join(f"<th>{escape(name)}</th>" for name in header)
     caption = f"<caption>{escape(title)}</caption>"
     return f'<div class="wide"><table>{caption}<thead><tr>{names}</tr></thead>\n<tbody>{lines}</tbody></table></div>'
+
+
+def _cell(text: str) -> str:
+    return f"<b>{escape(text)}</b>" if isinstance(text, Bold) else escape(text)
 
 
 def _list(lines: Sequence[str]) -> str:
