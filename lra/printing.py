@@ -7,8 +7,9 @@ from typing import Any
 
 import typer
 from rich.table import Column, Table
+from rich.text import Text
 
-from lra.terminal import Terminal
+from lra.terminal import Bold, Terminal, make_visible
 
 # a pipe has no width, so nothing is cut or folded there; what is printed may contain [brackets]
 console = Terminal(soft_wrap=True, width=None if sys.stdout and sys.stdout.isatty() else 1000)
@@ -17,7 +18,7 @@ console = Terminal(soft_wrap=True, width=None if sys.stdout and sys.stdout.isatt
 def print_rows(title: str, header: list[str], rows: list[list[str]]) -> None:
     table = Table(*header, title=title, title_justify="left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(make_visible(cell), "bold") if isinstance(cell, Bold) else cell for cell in row))
     console.print(table)
 
 

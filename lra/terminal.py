@@ -8,6 +8,10 @@ from rich.console import Console
 from rich.text import Text
 
 
+class Bold(str):
+    """The text of a table's cell that is printed in bold."""
+
+
 def make_visible(text: str, kept: str = "") -> str:
     r"""A text in which all characters can be seen. Others, except those in `kept`, are written as `\x1b`."""
     if text.isprintable():

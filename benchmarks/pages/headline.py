@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.pages import measured, speeds
 from benchmarks.pages.measured import table
-from benchmarks.pages.tables import Section, new_images, overlaps, sections, training_hours
+from benchmarks.pages.tables import Section, new_images, overlaps, sections, training_hours, with_seeds
 from lra.bench import plots
 from lra.experiments import speed
 from lra.experiments.grid import grid, plan
@@ -50,7 +50,7 @@ def headline(root: Path) -> str:
 
 def _row(name: str, recipe: str, column: str, what: str) -> list[str]:
     section, stated = sections(name)[recipe], grid.read_grid(name)
-    _title, header, accuracies = section.report.tables[0]
+    header, accuracies = with_seeds(section.report)
     ours, columns = {row[0]: row[header.index(column)] for row in accuracies}, stated.averaged(header)
     row = [what, f"`{recipe}`"]
     for attn in SHOWN:

@@ -28,7 +28,7 @@ from benchmarks.pages.kernels import (
 )
 from benchmarks.pages.measured import from_docs, link, read, table
 from benchmarks.pages.speeds import materialised, speedup
-from benchmarks.pages.tables import OVERLAP, caveats, sections
+from benchmarks.pages.tables import OVERLAP, caveats, sections, with_seeds
 from lra.config.recipes import read_recipe, recipe_names
 from lra.config.registry import Registry
 from lra.experiments.results.ledger import finished_hardware
@@ -76,7 +76,7 @@ def table6(_: Path) -> str:
 def _accuracies(name: str) -> str:
     """The first table of a table's page, how long its runs took, and how long they take alone."""
     section = sections(name)[OURS]
-    _title, header, rows = section.report.tables[0]
+    header, rows = with_seeds(section.report)
     made = ", ".join(finished_hardware(section.report.rows))
     hours = "\n".join(f"- {each[0].upper()}{each[1:]}." for each in section.hours)
     return f"{caveats(name)}\n\n{table(header, rows)}\n\nRecipe `{OURS}`, {made}.\n\n{hours}"

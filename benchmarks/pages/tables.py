@@ -14,11 +14,13 @@ from typing import Any
 
 from benchmarks.pages import measured
 from lra.config.recipes import config_names, read_recipe, recipe_names
+from lra.environment import UNCLEAN_MARK
 from lra.experiments import speed
 from lra.experiments.grid import grid, plan
 from lra.experiments.grid.cells import with_stages
 from lra.experiments.grid.grid import Cell, Grid
 from lra.experiments.results import ledger, report
+from lra.experiments.results.accuracy_tables import SEEDS_TITLE
 from lra.training.run_directory import time_and_memory
 
 MEASURED = Path(measured.BENCHMARKS.name)  # seen from the top of the checkout
@@ -47,6 +49,21 @@ class Section:
         parts += [f"**{title}**\n\n{measured.bare_table(header, rows)}" for title, header, rows in self.report.tables]
         notes = (note for note in (*self.hours, *self.report.notes) if not note.startswith(OTHERS))
         return "\n\n".join([*parts, "\n".join(f"- {note}" for note in notes)])
+
+
+def with_seeds(made: report.Report) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of a report's accuracies, each with the number of its seeds, and how others ended."""
+    _title, header, rows = made.tables[0]
+    counts = {row[0]: row[1:] for title, _, lines in made.tables if title.startswith(SEEDS_TITLE) for row in lines}
+
+    def counted(cell: str, seeds: str) -> str:
+        finished, *others = seeds.split(", ")
+        if not finished.isdecimal():  # none finished
+            return seeds
+        figure = cell.removesuffix(UNCLEAN_MARK)
+        return ", ".join([f"{figure} ({finished})", *others]) + cell[len(figure) :]
+
+    return header, [[row[0], *map(counted, row[1:], counts[row[0]])] if row[0] in counts else list(row) for row in rows]
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lra.bench.records import AttentionMeasurement
 from lra.errors import UsageError
@@ -19,6 +19,7 @@ DASHES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "X"))  # dash and marker
 MATPLOTLIB_STYLE = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "lra",  # ids are those of the last time
+    "pdf.fonttype": 42,  # a font that can be edited, as publishers want
     "text.parse_math": False,  # nor is a dollar sign a formula
     "path.simplify": False,  # every point stays
     "font.sans-serif": ["DejaVu Sans"],  # which matplotlib brings along
@@ -38,6 +39,7 @@ MATPLOTLIB_STYLE = {
     "legend.frameon": False,
     "legend.handlelength": 3,
 }
+UNWRITTEN = {"svg": ("Creator", "Date", "Format", "Type"), "pdf": ("Creator", "Producer", "CreationDate")}
 
 Lines = dict[str, list[tuple[float, float]]]  # attention -> (N, value)
 
@@ -47,15 +49,26 @@ def render_svg(size: tuple[float, float], plot: Callable[[Axes], object]) -> str
 
     The same lines give the same text, whatever the user's settings are.
     """
+    return render_figure(size, plot).decode()
+
+
+def render_figure(
+    size: tuple[float, float], plot: Callable[..., object], kind: Literal["svg", "pdf"] = "svg", panels: int = 1
+) -> bytes:
+    """The content of a file with a figure of this size in inches, as `render_svg` has it.
+
+    Args:
+        plot: draws on the axes of the panels, which stand side by side.
+    """
     import matplotlib.style
     from matplotlib.figure import Figure
 
-    text = io.StringIO()
+    content = io.BytesIO()
     with matplotlib.style.context(MATPLOTLIB_STYLE, after_reset=True):
         figure = Figure(size, layout="constrained")
-        plot(figure.add_subplot())
-        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    return text.getvalue()
+        plot(*figure.subplots(1, panels, squeeze=False)[0])
+        figure.savefig(content, format=kind, metadata=dict.fromkeys(UNWRITTEN[kind]))
+    return content.getvalue()
 
 
 def line_style(index: int) -> dict[str, Any]:

@@ -65,8 +65,8 @@ def parse_start_fields(args: Iterable[str | Override]) -> tuple[StartOptions, li
     options, given = split_options(StartOptions, args)
     fields = [*map(str, given), *([] if any(each.field == "init" for each in given) else ["init=null"])]
     run: RunConfig = configure(fields).config
-    if run.name or run.resume != "false" or run.draws != "same":
-        raise UsageError("name=, resume= and draws= mean nothing to a measurement: leave them out")
+    if run.name or run.resume != "false" or run.draws != "same" or run.predictions:
+        raise UsageError("name=, resume=, draws= and predictions= mean nothing to a measurement: leave them out")
     return options, fields, run
 
 

@@ -180,7 +180,7 @@ MAX_STAGES = 30  # runs of which each starts from the next; recipes have up to f
 # the arguments of the runs that wait for the one that is composed: each starts from the next
 _stages_after: ContextVar[tuple[tuple[Override, ...], ...]] = ContextVar("_chain", default=())
 # fields that say where a run starts and where it lies: the run before it does not inherit them
-RUN_FIELDS = ("init", "head", "name", "resume", "positions.resize", "positions.scale")
+RUN_FIELDS = ("init", "head", "name", "resume", "predictions", "positions.resize", "positions.scale")
 
 
 def _matching_rules(

@@ -19,6 +19,7 @@ from lra.errors import UsageError
 LATER_RUN_FIELDS = {
     "mask_random": 0.0, "mask_span": 1, "mask_loss": "hidden", "pixel_loss": "cross_entropy", "denoise": 0.0
 }  # fmt: skip
+UNSAVED_FIELDS = ("resume", "draws", "predictions")  # they say how a run was called, not what it computes
 LATER_FIELDS = {"task.background": 0.0, "task.difference": "signed", "task.version": 1}
 # fields of sections that older runs lack; those computed by the defaults
 LATER_SECTION_FIELDS: dict[str, tuple[type, tuple[str, ...]]] = {
@@ -83,6 +84,7 @@ class RunConfig:
     resume: str = (
         "false"  # go on with a run: false, true (it must be there), auto (if it is there), or a checkpoint's path
     )
+    predictions: bool = False  # keep the class that is predicted for each test example, in predictions.npz
     # changed: resume even if this lra draws other random numbers than the checkpoint
     draws: Literal["same", "changed"] = "same"
 
@@ -127,6 +129,10 @@ class RunConfig:
             raise UsageError(f"mask_span={self.mask_span} must be at least 1 and at most {1 << 20}")
         if self.pretrain != "none" and self.head is not None:
             raise UsageError(f"head={self.head}: pretrain={self.pretrain} trains no classifier, leave it out")
+        if self.pretrain != "none" and self.predictions:
+            raise UsageError(
+                f"predictions=true: pretrain={self.pretrain} predicts no class of an example, leave it out"
+            )
         if self.init is None:
             for name, value in (("head", self.head), *(("positions." + k, v) for k, v in vars(self.positions).items())):
                 if value is not None:
@@ -183,12 +189,12 @@ class RunConfig:
     def to_saved_dict(self) -> dict[str, Any]:
         """The plain form that runs and checkpoints keep.
 
-        It leaves out `resume` and `draws`, which only say how a run was called. It leaves out what changes nothing:
+        It leaves out `UNSAVED_FIELDS`, which only say how a run was called. It leaves out what changes nothing:
         fields that came later, at the value that runs before them had (`LATER_RUN_FIELDS`, `LATER_FIELDS`,
         `LATER_SECTION_FIELDS`, and all of `augment`); `pretrain` of a run with labels; `mask` of a run that hides no
         tokens; and options that the optimiser does not have.
         """
-        kept = {key: value for key, value in to_dict(self).items() if key not in ("resume", "draws")}
+        kept = {key: value for key, value in to_dict(self).items() if key not in UNSAVED_FIELDS}
         for section, (schema, names) in LATER_SECTION_FIELDS.items():
             for name in names:
                 if kept[section][name] == getattr(schema, name):

@@ -259,6 +259,8 @@ class TaskModule(pl.LightningModule):
         self.run, self.step = run, step
         self.model: Any = self.network()
         self.scored: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # scores and labels of each batch
+        # rows and predicted classes of each batch of the test sets, if the run keeps them: `lra.training.predictions`
+        self.predicted: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         self.seen: dict[str, int | str] = {}  # on what earlier runs trained these weights: `lra.training.leakage`
         self.provenance: dict[str, Any] = {}  # which runs these weights come from: `lra.training.provenance`
         splits, classes = ("val", *self.Data.test_sets), self.facts.classes
@@ -308,11 +310,21 @@ class TaskModule(pl.LightningModule):
         self._keep("val", batch)
 
     def test_step(self, batch: Batch, _: int, dataloader_idx: int = 0) -> None:
-        self._keep(self.Data.test_sets[dataloader_idx], batch)
+        split = self.Data.test_sets[dataloader_idx]
+        scores = self._keep(split, batch)
+        if self.run.predictions:
+            counted = batch.label != IGNORED_LABEL  # without a batch's filling
+            each = batch.size // len(batch.label)  # sequences of an example
+            self.predicted[split].append((batch.index[::each][counted].long() // each, scores[counted].argmax(1)))
 
-    def _keep(self, split: str, batch: Batch) -> None:
-        """Keeps scores and labels for `_score`. It copies the labels, because they are a view of the whole batch."""
-        self.scored[split].append((self.evaluate(batch), batch.label.clone()))
+    def _keep(self, split: str, batch: Batch) -> Tensor:
+        """Keeps scores and labels for `_score`, and returns the scores.
+
+        It copies the labels, because they are a view of the whole batch.
+        """
+        scores = self.evaluate(batch)
+        self.scored[split].append((scores, batch.label.clone()))
+        return scores
 
     def on_validation_epoch_end(self) -> None:
         self._score("val")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ from lra.tasks import TASKS
 from lra.tasks.base import TaskData
 from lra.training.fit import configure
 
+IMAGE_COUNT, TEXT_COUNT = 8, 2  # examples of a label
+TEXT_LINES = 8  # of an example in the terminal
+
 
 @dataclass(frozen=True)
 class PrepareOptions:
@@ -29,11 +33,12 @@ class PrepareOptions:
 @dataclass(frozen=True)
 class ShowOptions:
     split: str = "train"
-    count: int = 8  # of each label
-    out: str | None = None  # a PNG file; by default named after task and split
+    count: int | None = None  # of each label; null: 8 images, or 2 texts in the terminal
+    # a PNG file; by default images go to one that is named after task and split, and texts to the terminal
+    out: str | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.count <= 100:
+        if self.count is not None and not 1 <= self.count <= 100:
             raise UsageError(f"count={self.count} is not a number from 1 to 100")
 
 
@@ -61,7 +66,7 @@ def parse_prepare(args: Iterable[str]) -> tuple[PrepareOptions, TaskData]:
 
 
 def parse_show(args: Iterable[str]) -> tuple[ShowOptions, TaskData]:
-    """What `lra data show` is to draw, and the data of which task."""
+    """What `lra data show` is to show, and the data of which task."""
     options, fields = split_options(ShowOptions, args)
     return options, task_data(fields)
 
@@ -113,20 +118,41 @@ def _describe(part: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def draw_examples(args: Sequence[str]) -> str:
-    """Draws the first examples of a split into a PNG file."""
+def show_examples(args: Sequence[str], width: int | None = None) -> list[str]:
+    """Shows the first examples of each label of a split. Returns lines to print.
+
+    Images, and with `out=` texts too, are drawn into a PNG file. Other texts are in the lines.
+
+    Args:
+        width: letters of a line in the terminal. A text is then cut to `TEXT_LINES` lines. Default: it is not cut.
+    """
     options, data = parse_show(args)
     data.setup()
     if options.split not in data.parts:
         raise UsageError(f"split={options.split} does not exist: choose from {', '.join(data.parts)}")
     split = data.parts[options.split]
     labels = np.unique(split.labels)
-    rows = np.concatenate([np.flatnonzero(split.labels == label)[: options.count] for label in labels])
+    texts = isinstance(data.depict(split[0]), str)
+    count = options.count or (TEXT_COUNT if texts and options.out is None else IMAGE_COUNT)
+    rows = np.concatenate([np.flatnonzero(split.labels == label)[:count] for label in labels])
     names = data.label_names or range(int(labels.max()) + 1)
     captions = [f"{options.split} {row}: {names[int(split.labels[row])]}" for row in rows]
-    examples = [data.depict(split[int(row)]) for row in rows]
-    texts = isinstance(examples[0], str)
-    drawn = picture.text_page(examples, captions) if texts else picture.image_grid(examples, captions)  # type: ignore[arg-type]
+    examples: list[Any] = [data.depict(split[int(row)]) for row in rows]
+    if texts and options.out is None:
+        pairs = zip(captions, examples, strict=True)
+        return [line for caption, text in pairs for line in (caption, *format_text(text, width), "")]
+    drawn = picture.text_page(examples, captions) if texts else picture.image_grid(examples, captions)
     path = Path(options.out or f"{data.config.name}-{options.split}.png")
     picture.save_png(drawn, path)
-    return f"{len(rows)} examples of {options.split} are drawn in {path}"
+    return [f"{len(rows)} examples of {options.split} are drawn in {path}"]
+
+
+def format_text(text: str, width: int | None) -> list[str]:
+    """The lines of a text, wrapped at `width` letters and cut to `TEXT_LINES`; the last one says how much is cut."""
+    if width is None:
+        return text.splitlines()
+    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, width, tabsize=4) or [""]]
+    if len(lines) <= TEXT_LINES:
+        return lines
+    rest = sum(map(len, lines[TEXT_LINES - 1 :]))
+    return [*lines[: TEXT_LINES - 1], f"… {rest:,} more characters: | less shows all"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,10 @@ from lra.training.fit import REGISTRIES
 from lra.training.hardware import crowding_note, join_launch, trainer_hardware
 from lra.training.lightning import leave_process_group, silence_lightning
 from lra.training.output import console
+from lra.training.predictions import gather_predictions, write_predictions
 from lra.training.progress import progress_options
+from lra.training.run_directory import HARDWARE_FIELDS, PREDICTIONS_FILE
+from lra.training.run_files import read_result
 from lra.training.step import Step
 
 # fields that, like those of optim and augment, change no score of trained weights
@@ -49,7 +52,7 @@ def parse_test(args: Iterable[str | Override]) -> dict[str, Override]:
 
 
 def test(*args: str) -> dict[str, Any]:
-    """Scores the test sets with a checkpoint. Writes nothing.
+    """Scores the test sets with a checkpoint. Writes nothing but `predictions=true`: `predictions.npz` of the run.
 
     Another resolution, another attention, `positions.resize` and `positions.scale` work as in `fit`, without training.
 
@@ -70,6 +73,8 @@ def test(*args: str) -> dict[str, Any]:
     saved.pop("augment", None)
     saved["model"] |= {"dropout": 0.0, "attn_dropout": 0.0}  # not every attention can have dropout
     run = restore(RunConfig, REGISTRIES, saved, given.values())
+    if run.predictions:
+        _check_own_predictions(path, given)
     join_launch(run, "trainer.devices" in given)
     checkpoints.check_vocabulary(run.task, identity, path)  # without this, its model may not even be possible
     silence_lightning()
@@ -104,9 +109,21 @@ def test(*args: str) -> dict[str, Any]:
         if not is_out_of_memory(error):
             raise
         raise UsageError(advise_smaller_batch(run, trainer)) from None
+    predicted = gather_predictions(module, data, trainer) if run.predictions else {}  # of all ranks
     if not trainer.is_global_zero:
         return {}
+    if predicted:
+        write_predictions(Path(path) / PREDICTIONS_FILE, predicted)
     return {"checkpoint": path, "transfer": asdict(moved)} | result.test_scores(module, data, trainer)
+
+
+def _check_own_predictions(path: str, given: Mapping[str, Override]) -> None:
+    """Raises a UsageError if `predictions.npz` would not be what a finished run predicts."""
+    folder = Path(path)
+    if not folder.is_dir() or (read_result(folder / "result.json") or {}).get("status") != "finished":
+        raise UsageError(f"predictions=true needs init=<the directory of a finished run>: {path} is none")
+    if others := sorted(given.keys() - {"init", "predictions", *HARDWARE_FIELDS}):
+        raise UsageError(f"predictions=true keeps what the run itself predicts: leave out {', '.join(others)}")
 
 
 def load(path: str | Path) -> TaskModule:

@@ -34,9 +34,10 @@ from lra.training.describe import advise_smaller_batch, describe_run, describe_t
 from lra.training.draws import UNKNOWN_DRAWS, DrawHistory
 from lra.training.hardware import crowding_note, join_launch
 from lra.training.lightning import leave_process_group, silence_lightning
+from lra.training.predictions import gather_predictions, write_predictions
 from lra.training.preemption import Preemption
 from lra.training.rendezvous import RendezvousError
-from lra.training.run_directory import HARDWARE_FIELDS, RunDirectory, replace_file
+from lra.training.run_directory import HARDWARE_FIELDS, PREDICTIONS_FILE, RunDirectory, replace_file
 
 REGISTRIES = {"task": TASKS, "attn": ATTENTIONS}
 RESUME_FIELDS = ("name", "trainer.steps", "trainer.epochs", *HARDWARE_FIELDS)  # they may change when a run resumes
@@ -104,6 +105,9 @@ def _fit(args: Iterable[str], later: tuple[int, ...] = ()) -> dict[str, Any]:
     if first:  # rank 0 opens the directory before the other ranks arrive
         directory.check()
     if directory.finished:
+        if first and run.predictions and not directory.predictions.exists():
+            mend = f"lra test init={directory.path} predictions=true makes it"
+            raise UsageError(f"{directory.path} is finished and has no {PREDICTIONS_FILE}: {mend}")
         return (directory.result() or {}) if first else {}
     silence_lightning()
     atexit.register(leave_process_group)
@@ -211,11 +215,14 @@ def _score(directory: RunDirectory, parts: Assembly) -> dict[str, Any]:
     # Lightning does not load it: that would set the callbacks' counts back to that step
     checkpoints.load_into(module, weights, identity, directory.best)
     trainer.test(module, datamodule=data, verbose=False)
+    predicted = gather_predictions(module, data, trainer) if module.run.predictions else {}  # of all ranks
     if not trainer.is_global_zero:
         return {}
     mark_phase("result")
     provenance.end_provenance(module)
     checkpoints.save_weights(module, directory.weights)
+    if predicted:
+        write_predictions(directory.predictions, predicted)
     best = trainer.checkpoint_callback.best_model_score  # type: ignore[union-attr]
     return {"val": {"accuracy": float(best)}} | result.test_scores(module, data, trainer)
 

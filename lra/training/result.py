@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 
 from lra import environment
 from lra.config.compose import ComposedConfig
+from lra.config.schema import UNSAVED_FIELDS
 from lra.kernels import library
 from lra.tasks.base import TaskData, TaskModule
 from lra.training.clock import Clock
@@ -22,8 +23,7 @@ def result_facts(composed: ComposedConfig, module: TaskModule, trainer: pl.Train
         "task": identity["task"],
         "attn": run.attn.name,
         "recipe": run.recipe,
-        # these fields say how the last session was started, not what the run computes
-        "overrides": [str(override) for override in composed.overrides if override.field not in ("resume", "draws")],
+        "overrides": [str(override) for override in composed.overrides if override.field not in UNSAVED_FIELDS],
         "seed": run.seed,
         "parameters": count_parameters(module),
         "steps": trainer.global_step,

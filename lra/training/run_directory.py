@@ -21,13 +21,13 @@ import yaml
 
 from lra import environment
 from lra.config.compose import ComposedConfig, list_differences
-from lra.config.schema import LATER_FIELDS
+from lra.config.schema import LATER_FIELDS, UNSAVED_FIELDS
 from lra.errors import UsageError, explain_system_error, name_file
 from lra.tasks import TASKS, versioned_name
 from lra.training.run_files import EndStatus, read_config, read_environments, read_whole_result
 
 RUNS_FOLDER = Path("checkpoints") / "runs"
-CURVES_FILE = "metrics.csv"
+CURVES_FILE, PREDICTIONS_FILE = "metrics.csv", "predictions.npz"
 # files beside those of the run: its claim, the output of its processes, and the first failure
 CLAIM_FILE, LOG_FILE, FIRST_FAILURE_FILE = "claim", "log.txt", "failed.json"
 CLAIM_VARIABLE = "LRA_CLAIMED"  # names the directory whose claim a process has inherited
@@ -36,7 +36,7 @@ CLAIM_PATIENCE_S = 0.5  # `is_claimed` holds the lock for an instant
 HARDWARE_FIELDS = ("engine", "trainer.accelerator", "trainer.devices", "batch.micro", "batch.eval")
 # fields that are no part of a directory's name: they choose or continue a run, or may change when it resumes. The
 # version of the task is one of them, so a run of an older version keeps its directory
-UNNAMED_FIELDS = ("seed", "name", "resume", "draws", "task.version", *HARDWARE_FIELDS)
+UNNAMED_FIELDS = ("seed", "name", *UNSAVED_FIELDS, "task.version", *HARDWARE_FIELDS)
 
 
 class RunDirectory:
@@ -49,6 +49,7 @@ class RunDirectory:
         self.path = RUNS_FOLDER / run.task.name / run.attn.name / f"{middle}-s{run.seed}"
         self.best, self.last = self.path / "best.ckpt", self.path / "last.ckpt"
         self.weights, self.curves = self.path / "model.safetensors", self.path / CURVES_FILE
+        self.predictions = self.path / PREDICTIONS_FILE
         self.config = run.to_saved_dict()
         self.task = versioned_name(run.task)
         self.versions = hasattr(run.task, "version")  # whether a field chooses one
@@ -191,7 +192,8 @@ class RunDirectory:
                 aside.unlink()
             files = (self.path / name for name in ("result.json", "env.json", "config.yaml"))
             self._before = {file: file.read_bytes() if file.exists() else None for file in files}
-            (self.path / "result.json").unlink(missing_ok=True)
+            for name in ("result.json", PREDICTIONS_FILE):  # of an earlier session
+                (self.path / name).unlink(missing_ok=True)
             write_text(self.path / "env.json", json.dumps(sessions, indent=2) + "\n")
             write_text(self.path / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
         except OSError as error:

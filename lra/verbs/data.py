@@ -38,7 +38,8 @@ def data_info(fields: TaskFields = None) -> None:
 
 @verb(data_app, "show", "lra.training.data_verbs:parse_show")
 def data_show(fields: TaskFields = None) -> None:
-    """Draw examples of each label into a PNG: split=train, count=8 of each, out=<file>.png."""
-    from lra.training.data_verbs import draw_examples
+    """Show examples of each label, images as a PNG, texts in the terminal: split=train, count=, out=<file>.png."""
+    from lra.training.data_verbs import show_examples
 
-    console.print(draw_examples(fields or ()))
+    for line in show_examples(fields or (), console.width if console.is_terminal else None):
+        console.print(line)

@@ -1,4 +1,4 @@
-"""Verbs of tables and of the results of runs."""
+"""Verbs of papers' tables and figures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from lra.commands import app, results_app, verb
+from lra.commands import app, verb
 from lra.errors import UsageError
 from lra.printing import console, print_measured
 
@@ -79,29 +79,3 @@ def report(
 
     made = make_report(fields[0], fields[1:])
     print_measured(made.tables, made.notes)
-
-
-@verb(results_app, "pack", "lra.experiments.results.archive:PackOptions")
-def results_pack(
-    fields: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="out=<file>.tar.xz [runs=<folder>] [checkpoints=none|weights|last|best|all]"),
-    ] = None,
-) -> None:
-    """Put the results of runs into an archive; with checkpoints, unfinished runs at rest too."""
-    from lra.experiments.results.archive import pack_runs
-
-    for line in pack_runs(fields or ()):
-        console.print(line)
-
-
-@verb(results_app, "merge", "lra.experiments.results.archive:MergeOptions")
-def results_merge(
-    file: Annotated[str, typer.Argument(metavar="<file>.tar.xz|checkpoints/<name>")],
-    fields: Annotated[list[str] | None, typer.Argument(metavar="[runs=<folder>]")] = None,
-) -> None:
-    """Add the runs of an archive, or released weights, to those that are here; what is finished stays."""
-    from lra.experiments.results.archive import merge_runs
-
-    for line in merge_runs(file, fields or ()):
-        console.print(line)

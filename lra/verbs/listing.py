@@ -60,7 +60,9 @@ def ls_optimizers() -> None:
 def ls_runs(
     fields: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[task=…] [attn=…] [runs=<folder>]", autocompletion=complete_fields),
+        typer.Argument(
+            metavar="[task=…] [attn=…] [sort=val|test|date] [runs=<folder>]", autocompletion=complete_fields
+        ),
     ] = None,
 ) -> None:
     """The runs below a folder: what each changes of its recipe, how far it is, and what it reached."""

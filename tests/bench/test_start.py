@@ -125,7 +125,7 @@ def test_the_run_is_trained_anew_and_without_the_one_before_it():
     assert fields[-1] == "init=null" and run.init is None
     assert parse_start_fields(["task=listops", "attn=flash", "init=there"])[1][-1] == "init=there"
     for field in ("name=a", "resume=auto", "draws=changed"):
-        with pytest.raises(UsageError, match="name=, resume= and draws= mean nothing to a measurement"):
+        with pytest.raises(UsageError, match="name=, resume=, draws= and predictions= mean nothing to a measurement"):
             parse_start_fields(arguments(field))
 
 

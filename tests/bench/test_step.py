@@ -219,7 +219,7 @@ def test_a_measurement_without_a_profile_keeps_its_times(without_graphs, monkeyp
         (["loops=fit,eager,fit"], "loops=fit,eager,fit names one twice"),
         (["loops=fit", "profile=true"], "profile=true needs loops=captured or bare"),
         (["steps=100"], "trainer.steps=40, but 122 are needed: raise it, or lower steps= and warmup="),
-        (["init=somewhere"], "init=, name=, resume= and draws= mean nothing"),
+        (["init=somewhere"], "init=, name=, resume=, draws= and predictions= mean nothing"),
         (["trainer.devices=2"], "measures one device"),
         (["trainer.stesp=1"], "unknown field 'trainer.stesp': did you mean 'trainer.steps'"),
         (["attn=cudnn"], "attn=cudnn supports GPUs only"),

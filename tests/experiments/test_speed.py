@@ -316,7 +316,7 @@ def test_a_record_that_states_nonsense_is_no_measurement(fake, made):
         (["engine=eager"], "engine=eager can't be beside speed=true: it is set by the two ways"),
         (["batch.layout=packed"], "batch.layout=packed can't be beside speed=true"),
         (["attn=flash"], "attn=flash can't be beside speed=true: give attns="),
-        (["name=x"], "init=, name=, resume= and draws= mean nothing to a measurement"),
+        (["name=x"], "init=, name=, resume=, draws= and predictions= mean nothing to a measurement"),
         (["optim.lrr=1"], "unknown field 'optim.lrr': did you mean 'optim.lr'?"),
         (["trainer.steps=5", "trainer.eval_every=5", "trainer.log_every=5"], "trainer.steps=5, but 23 are needed"),
         (["tasks=listop"], "unknown task 'listop'"),

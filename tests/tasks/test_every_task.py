@@ -14,7 +14,7 @@ import lra
 from lra.config.compose import flatten
 from lra.errors import UsageError
 from lra.tasks import TASKS
-from lra.training.data_verbs import describe_store, draw_examples, prepare_store, verify_store
+from lra.training.data_verbs import describe_store, format_text, prepare_store, show_examples, verify_store
 from lra.training.evaluate import test as score
 from lra.training.fit import configure
 from tests.fixtures import pngs, write_aan_papers, write_cifar10, write_imdb
@@ -93,7 +93,7 @@ def test_from_data_to_score(task, tmp_path, monkeypatch):
     size = int(told["test"].split(";")[0])
     assert size > 0 and "sha256" in told["test.labels.npy"]
     assert told["task"] == f"{task}@{TASKS.get(task).facts.version}"
-    assert draw_examples([*chosen, "count=2", "split=test", "out=some.png"]).endswith("of test are drawn in some.png")
+    assert show_examples([*chosen, "count=2", "split=test", "out=some.png"])[0].endswith("test are drawn in some.png")
     with Image.open("some.png") as picture:
         assert len(np.unique(np.asarray(picture))) > 2
 
@@ -138,8 +138,28 @@ def test_show_refuses(args, message, tmp_path, monkeypatch):
     chosen = ["task=text", *imdb(tmp_path)]
     prepare_store(chosen)
     with pytest.raises(UsageError, match=message):
-        draw_examples([*chosen, *args])
+        show_examples([*chosen, *args])
     assert not list(tmp_path.glob("*.png"))
+
+
+def test_texts_are_shown_in_the_terminal(tmp_path, monkeypatch):
+    monkeypatch.setenv("LRA_DATA", str(tmp_path / "stores"))
+    monkeypatch.chdir(tmp_path)
+    chosen = ["task=listops", "recipe=demo", *CASES["listops"][0](tmp_path)]
+    prepare_store(chosen)
+    whole, cut = show_examples([*chosen, "split=val"]), show_examples([*chosen, "split=val"], 6)
+    captions = [line for line in whole if line.startswith("val ")]
+    assert captions == [line for line in cut if line.startswith("val ")] and not list(tmp_path.glob("*.png"))
+    for label in range(10):
+        assert sum(line.endswith(f": {label}") for line in captions) <= 2
+    assert any("more characters" in line for line in cut) and not any("more characters" in line for line in whole)
+    assert show_examples([*chosen, "split=val", "count=1"])[:2] == whole[:2]
+
+
+def test_a_text_says_how_much_of_it_is_cut():
+    assert format_text("one\n\ntwo three", 9) == ["one", "", "two three"] == format_text("one\n\ntwo three", None)
+    lines = format_text("\n".join(["abcde fghi"] * 5), 6)
+    assert lines == ["abcde", "fghi"] * 3 + ["abcde", "… 13 more characters: | less shows all"]
 
 
 def test_show_shows_what_the_model_sees(tmp_path, monkeypatch):
@@ -147,7 +167,7 @@ def test_show_shows_what_the_model_sees(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def shown(*fields: str) -> bytes:
-        draw_examples([*fields, "count=1", "out=some.png"])
+        show_examples([*fields, "count=1", "out=some.png"])
         return Path("some.png").read_bytes()
 
     text, path = ["task=text", *imdb(tmp_path)], ["task=pathfinder", *FEW]

@@ -23,10 +23,12 @@ from lra.config.options import parse_options
 from lra.errors import UsageError, is_disk_full
 from lra.experiments.results.unpack import CHECKPOINT_FILES, SMALL_FILES, is_plain_name, unpack_archive
 from lra.training import checkpoints, curves
+from lra.training.predictions import read_predictions
 from lra.training.run_directory import (
     CLAIM_FILE,
     FIRST_FAILURE_FILE,
     HARDWARE_FIELDS,
+    PREDICTIONS_FILE,
     RUNS_FOLDER,
     claim_directory,
     had_gpu_alone,
@@ -131,6 +133,13 @@ class StoredRun:
         except UsageError:
             raise UsageError(f"{self.name}/metrics.csv can't be read: leave that run out") from None
 
+    def check_predictions(self) -> None:
+        """UsageError if its predictions.npz could not be compared with others."""
+        try:
+            read_predictions(self.path / PREDICTIONS_FILE)
+        except UsageError:
+            raise UsageError(f"{self.name}/{PREDICTIONS_FILE} can't be read: leave that run out") from None
+
     def check_weights(self, config: dict[str, Any]) -> None:
         """UsageError if its model.safetensors is damaged, or belongs to another run."""
         try:
@@ -153,6 +162,7 @@ class StoredRun:
             if result and (changed := list_differences(config, result["config"], HARDWARE_FIELDS)):
                 raise UsageError(f"config.yaml and {name} of {self.name} differ ({'; '.join(changed)}): get it again")
         self.check_curves()
+        self.check_predictions()
         if "last.ckpt" in names:
             self.steps()
         if "model.safetensors" in names and self.has("model.safetensors"):

@@ -13,15 +13,16 @@ from lra.bench import plots
 from lra.errors import UsageError
 from lra.experiments.grid.grid import Cell, Grid
 from lra.experiments.reproduction import TextTable
+from lra.experiments.results.curve_plot import Points, read_points
 from lra.experiments.results.ledger import ReportRow, ResultFile, finished_hardware, mean_value
-from lra.terminal import make_visible
-from lra.training import curves
+from lra.terminal import Bold, make_visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LEAST_ACCURACY_SPAN = 5.0  # points of accuracy: chance shall look flat
-MOST_POINTS = 200  # of a line: more are narrower than its stroke
+LEAST_FACTOR = 4.0  # of a logarithmic axis across: two almost equal values stand close to each other
+MOST_TICKS = 5  # of a linear axis across, so that numbers do not overlap
 CSS = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #222; background: #fff; max-width: 1220px; margin: 24px auto;
   padding: 0 16px; }
@@ -34,8 +35,6 @@ th { border-bottom: 2px solid #888; } th:first-child, td:first-child { text-alig
 .names span { display: inline-block; margin-right: 18px; } .names img { vertical-align: middle; }
 pre { background: #f6f6f6; padding: 8px; overflow-x: auto; font-size: 13px; }
 """
-
-Points = list[tuple[float, float]]
 
 
 def report_page(
@@ -72,7 +71,7 @@ def report_page(
 def curve_chart(
     title: str, across: str, lines: Mapping[str, list[Points]], number: Mapping[str, int], log: bool
 ) -> str:
-    """A picture of lines by name, each with a dot at its end.
+    """A picture of lines by name, each with a dot at its end, and the name there if a line is one point.
 
     Args:
         log: whether the axis across is logarithmic. Its values are then positive.
@@ -83,7 +82,14 @@ def curve_chart(
             for place, line in enumerate(group):
                 look = plots.line_style(number[name])
                 axes.plot(*zip(*line, strict=True), gid=f"{name}-{place}", markevery=[-1], linewidth=1.2, **look)
+                if len(line) == 1:
+                    axes.annotate(name, line[0], (4, 4), textcoords="offset points", fontsize=7, color=look["color"])
         axes.set(title=title, xlabel=make_visible(across, kept="\n"), xscale="log" if log else "linear")
+        left, right = axes.get_xlim()
+        if log and right / left < LEAST_FACTOR:
+            middle, room = math.sqrt(left * right), math.sqrt(LEAST_FACTOR)
+            axes.set_xlim(middle / room, middle * room)
+        axes.locator_params(axis="x", nbins=MOST_TICKS) if not log else None
         plots.set_ticks(axes.xaxis)
         low, high = axes.get_ylim()
         room = max(0.0, LEAST_ACCURACY_SPAN - (high - low)) / 2
@@ -119,12 +125,9 @@ def _learning(
 def _validation(path: Path) -> Points | str:
     """(step, accuracy in %) of a file, thinned out; or what is wrong with the file."""
     try:
-        validated = [row for row in curves.read_curves(path) if row.get("val/accuracy")]
+        return read_points(path, "val/accuracy", 100)
     except (OSError, UsageError) as error:
         return str(error)
-    points = [(float(row["step"]), 100 * float(row["val/accuracy"])) for row in validated]
-    kept = points[:: math.ceil(len(points) / MOST_POINTS) or 1]
-    return [*kept, points[-1]] if points and kept[-1] != points[-1] else kept
 
 
 def _against(
@@ -158,10 +161,14 @@ def _commands(rows: Sequence[ReportRow]) -> Iterator[str]:
 
 def _table(table: TextTable) -> str:
     title, header, rows = table
-    lines = "\n".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    lines = "\n".join(f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in row)}</tr>" for row in rows)
     names = "".join(f"<th>{escape(name)}</th>" for name in header)
     caption = f"<caption>{escape(title)}</caption>"
     return f'<div class="wide"><table>{caption}<thead><tr>{names}</tr></thead>\n<tbody>{lines}</tbody></table></div>'
+
+
+def _cell(text: str) -> str:
+    return f"<b>{escape(text)}</b>" if isinstance(text, Bold) else escape(text)
 
 
 def _list(lines: Sequence[str]) -> str:

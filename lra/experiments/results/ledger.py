@@ -16,7 +16,7 @@ from typing import Any
 
 from lra.config.compose import flatten, to_dict
 from lra.config.override import Override
-from lra.config.schema import LATER_FIELDS, RunConfig
+from lra.config.schema import LATER_FIELDS, UNSAVED_FIELDS, RunConfig
 from lra.errors import UsageError, first_line
 from lra.experiments.grid.grid import Cell, Grid
 from lra.reading import read_json
@@ -26,7 +26,7 @@ from lra.training.run_files import as_mapping, describe_ancestry, has_clean_comm
 
 # Fields that leave the trained function and its scores what they are. Those of speed and memory are stated beside them.
 UNCOMPARED_FIELDS = (
-    "name", "resume", "draws",  # where a run writes, and how it was called
+    "name", *UNSAVED_FIELDS,  # where a run writes, and how it was called
     *HARDWARE_FIELDS,
     "trainer.log_every",  # what is written down
 )  # fmt: skip
@@ -225,9 +225,14 @@ def make_row(table: Grid, cell: Cell, found: Ledger) -> ReportRow:
         known["difference"] = None if paper is None else known["accuracy"] - paper
         known["validation"] = 100 * result["val"]["accuracy"] if "val" in result else None
         # a run may never leave chance: it counts, and is named
-        if abs(known["accuracy"] - known["majority"]) <= known["bound"]:
+        if is_stuck(result["test"]):
             known["status"] = "stuck"
     return ReportRow(cell.column, cell.attn, cell.seed, **known)
+
+
+def is_stuck(test: Mapping[str, Any]) -> bool:
+    """Whether a test accuracy is chance: that of the commonest class, within its own 95% bound from sampling."""
+    return abs(test["accuracy"] - test["baselines"]["majority"]) <= test["plus_minus"]
 
 
 def known_values(rows: Sequence[ReportRow], field: str, **where: Any) -> list[float]:

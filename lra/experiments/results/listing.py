@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lra.config.options import parse_options
 from lra.config.registry import describe_unknown
@@ -23,6 +23,8 @@ class ListOptions:
     runs: str = str(RUNS_FOLDER)  # the folder that is searched
     task: str | None = None  # the only task that is listed
     attn: str | None = None  # the only attention that is listed
+    # best accuracies, or newest runs, first; path: in the order of their paths
+    sort: Literal["path", "val", "test", "date"] = "path"
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class RunSummary:
 
 
 def list_runs(args: Iterable[str]) -> list[RunSummary]:
-    """The runs below a folder in the order of their paths; UsageError if there are none that are asked for."""
+    """The runs below a folder, in the order that is asked for; UsageError if there are none that are asked for."""
     options = parse_options(ListOptions, args)
     root = Path(options.runs)
     if not root.is_dir():
@@ -58,6 +60,11 @@ def list_runs(args: Iterable[str]) -> list[RunSummary]:
             found = [run for run in found if getattr(run, field) == asked]
             if not found:
                 raise UsageError(f"{root} has no such runs: {describe_unknown(field, asked, known)}")
+    if options.sort == "date":
+        found.sort(key=lambda run: run.date, reverse=True)
+    elif options.sort != "path":
+        name = {"val": "validation", "test": "test"}[options.sort]
+        found.sort(key=lambda run: float(getattr(run, name).rstrip("%") or -1), reverse=True)  # unknown ones last
     return found
 
 

@@ -6,9 +6,7 @@ rows, one for each cell and seed, which are those of the CSV file. What was not 
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +16,6 @@ from typing import NamedTuple
 from lra.config.options import refuse_repeats, split_options
 from lra.config.override import Override
 from lra.config.recipes import read_recipe
-from lra.environment import UNCLEAN_MARK
 from lra.errors import UsageError
 from lra.experiments import speed
 from lra.experiments.grid import grid, league, plan
@@ -26,14 +23,13 @@ from lra.experiments.grid.grid import Cell, Grid
 from lra.experiments.reproduction import (
     TextTable,
     add_footnote,
-    format_mean_std,
     format_tenth,
-    mean_over_common_seeds,
 )
-from lra.experiments.results import html, ledger
+from lra.experiments.results import formats, html, ledger
+from lra.experiments.results.accuracy_tables import BOLD_RULE, accuracy_tables, marked
 from lra.experiments.results.ledger import ReportRow, ResultFile, finished_hardware, known_values, mean_value
 from lra.experiments.speed import BASELINE, mean_ratio
-from lra.terminal import make_visible
+from lra.terminal import Bold, make_visible
 from lra.training.run_directory import RUNS_FOLDER, write_text
 
 
@@ -94,6 +90,8 @@ def make_report(name: str, args: Sequence[str]) -> Report:
     tables = [add_footnote(*made) for made in _tables(shown, rows, columns, attns) if made[2]]
     under = " ".join((f"recipe: {recipe}", *map(str, fields)))
     notes = [under, *_summary(rows), *_reasons(opened), *notes, *_unlike(rows), *found.notes]
+    if any(isinstance(cell, Bold) for _, _, lines in tables for line in lines for cell in line):
+        notes.insert(1, BOLD_RULE)
     if shown.others:
         notes.insert(1, shown.cited)
     alone = {}
@@ -130,34 +128,7 @@ def _cells(
 
 
 def _tables(table: Grid, rows: list[ReportRow], columns: Sequence[str], attns: Sequence[str]) -> Iterator[TextTable]:
-    averaged = table.averaged(columns)
-    header = ["attention", *columns, *(["average"] if averaged else [])]
-    lines, against = [], []
-    for attn in attns:
-        own = [row for row in rows if row.attention == attn and row.accuracy is not None]
-        scores = [{row.seed: row.accuracy or 0.0 for row in own if row.column == column} for column in averaged]
-        average, seeds = mean_over_common_seeds(scores)
-        text = f"{format_tenth(average)} ({seeds})" if seeds else ""
-        accuracies = [_accuracy(rows, attn, column, "accuracy") for column in columns]
-        lines.append([attn, *accuracies, _marked(text, rows, attn, *averaged)])
-        pairs = [(mean_value(rows, "accuracy", attention=attn, column=c), table.figure(attn, c)) for c in columns]
-        shown = [_marked(_against(*pair), rows, attn, c) for pair, c in zip(pairs, columns, strict=True)]
-        last = _against(average, table.average(attn, averaged))
-        against.append([attn, *shown, _marked(last, rows, attn, *averaged)])
-    figures = any(any(line[1:]) for line in against)
-    lines.append(["strongest baseline", *(_baselines(rows, c, "baseline") for c in columns), ""])
-    leagues = ["league", *(_league(rows, c) for c in columns), _league(rows, *averaged)]
-    lines, against = [*lines, leagues], [*against, leagues]
-    for title, made in (
-        ("test accuracy, %: mean ± standard deviation (seeds)", lines),
-        (f"difference to {table.source} (its accuracy, %)", against if figures else []),
-    ):
-        yield title, header, [line[: len(header)] for line in made]
-    fresh = [c for c in columns if known_values(rows, "fresh", column=c)]
-    if fresh:
-        lines = [[a, *(_accuracy(rows, a, c, "fresh") for c in fresh)] for a in attns]
-        lines.append(["strongest baseline", *(_baselines(rows, c, "fresh_baseline") for c in fresh)])
-        yield "accuracy on the fresh test set, %: mean ± standard deviation (seeds)", ["attention", *fresh], lines
+    yield from accuracy_tables(table, rows, columns, attns)
     stated = ["paper"] if any(table.figure(a, "speedup") for a in attns) else []
     compared = table.together(columns)
     for place in finished_hardware(rows):
@@ -169,53 +140,17 @@ def _tables(table: Grid, rows: list[ReportRow], columns: Sequence[str], attns: S
                 ["attention", *columns, "speedup", *stated],
                 [
                     [
-                        a, *(_speed(here, a, c) for c in columns),
-                        _marked(_speedup(here, a, compared), here, a, *compared),
+                        a, *speeds, marked(_speedup(here, a, compared), here, a, *compared),
                         *(format_tenth(table.figure(a, "speedup")) for _ in stated),
                     ]
-                    for a in attns
+                    for a in attns if any(speeds := [_speed(here, a, c) for c in columns])
                 ],
             )  # fmt: skip
         if known_values(here, "memory_gb"):
             yield (
                 f"peak memory of one GPU, GB, on {place}", ["attention", *columns],
-                [[a, *(_peak(here, a, c) for c in columns)] for a in attns],
+                [[a, *peaks] for a in attns if any(peaks := [_peak(here, a, c) for c in columns])],
             )  # fmt: skip
-
-
-def _accuracy(rows: list[ReportRow], attn: str, column: str, field: str) -> str:
-    """Mean, deviation and number of the seeds with a result, and the states of the others."""
-    found = known_values(rows, field, attention=attn, column=column)
-    parts = [f"{format_mean_std(found, 1)} ({len(found)})"] if found else []
-    states = [row.status for row in rows if (row.attention, row.column) == (attn, column)]
-    shown = {"stuck": "stuck", "failed": "failed", "oom": "OOM"} if field == "accuracy" else {}
-    parts += [f"{states.count(state)} {label}" for state, label in shown.items() if state in states]
-    return _marked(", ".join(parts), rows, attn, column)
-
-
-def _marked(text: str, rows: list[ReportRow], attn: str, *columns: str) -> str:
-    """A figure of these columns, with a mark unless all its results are of clean commits."""
-    unclean = any(row.clean is False for row in rows if row.attention == attn and row.column in columns)
-    ours = text and not text.startswith("(")  # a figure in brackets is the paper's alone
-    return text + UNCLEAN_MARK if unclean and ours else text
-
-
-def _baselines(rows: list[ReportRow], column: str, field: str) -> str:
-    """The strongest baseline; several if runs met different test sets."""
-    found = {(getattr(row, field), getattr(row, f"{field}_accuracy")) for row in rows if row.column == column}
-    return ", ".join(f"{value:.1f} {name}" for name, value in sorted(found, key=str) if name)
-
-
-def _league(rows: list[ReportRow], *columns: str) -> str:
-    """The league of the figures of these columns; mixed, if they are not of one."""
-    found = {row.league for row in rows if row.column in columns}
-    return found.pop() if len(found) == 1 else "mixed" if found else ""
-
-
-def _against(ours: float | None, paper: float | None) -> str:
-    if paper is None:
-        return ""
-    return f"({paper:.1f})" if ours is None else f"{ours - paper:+.1f} ({paper:.1f})"
 
 
 def speed_ratio(rows: Sequence[ReportRow], attn: str, column: str) -> float | None:
@@ -226,7 +161,7 @@ def speed_ratio(rows: Sequence[ReportRow], attn: str, column: str) -> float | No
 
 def _speed(rows: list[ReportRow], attn: str, column: str) -> str:
     speed, times = mean_value(rows, "steps_per_second", attention=attn, column=column), speed_ratio(rows, attn, column)
-    return _marked(format_tenth(speed) + ("" if times is None else f" ({times:.2f}×)"), rows, attn, column)
+    return marked(format_tenth(speed) + ("" if times is None else f" ({times:.2f}×)"), rows, attn, column)
 
 
 def _speedup(rows: list[ReportRow], attn: str, columns: Sequence[str]) -> str:
@@ -236,7 +171,7 @@ def _speedup(rows: list[ReportRow], attn: str, columns: Sequence[str]) -> str:
 
 def _peak(rows: list[ReportRow], attn: str, column: str) -> str:
     found = known_values(rows, "memory_gb", attention=attn, column=column)
-    return _marked(f"{max(found):.2f}" if found else "", rows, attn, column)
+    return marked(f"{max(found):.2f}" if found else "", rows, attn, column)
 
 
 def _summary(rows: list[ReportRow]) -> Iterator[str]:
@@ -280,9 +215,9 @@ def _unlike(rows: list[ReportRow]) -> Iterator[str]:
 def _write(table: Grid, report: Report, folder: Path) -> list[Path]:
     """Writes the files, each replaced in one step."""
     makers: dict[str, Callable[[], str]] = {
-        "md": lambda: format_markdown(table, report),
-        "csv": lambda: format_csv(report.rows),
-        "tex": lambda: format_latex(table, report),
+        "md": lambda: formats.format_markdown(table, report.tables, report.notes),
+        "csv": lambda: formats.format_csv(report.rows),
+        "tex": lambda: formats.format_latex(table, report.tables, report.notes),
         "html": lambda: html.report_page(table, *report),
     }
     texts = {folder / f"{table.name}.{ending}": make_visible(make(), kept="\n") for ending, make in makers.items()}
@@ -293,51 +228,3 @@ def _write(table: Grid, report: Report, folder: Path) -> list[Path]:
     except OSError as error:
         raise UsageError(f"out={folder} can't be written to ({error.strerror}): name another folder") from None
     return list(texts)
-
-
-def format_csv(rows: Sequence[ReportRow]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [field.name for field in dataclasses.fields(ReportRow)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows([dataclasses.asdict(row) for row in rows])
-    return text.getvalue()
-
-
-def format_markdown(table: Grid, report: Report) -> str:
-    parts = [f"# {table.name}: {table.about} ({table.source})"]
-    for title, header, rows in report.tables:
-        lines = [header, ["---"] * len(header), *rows]
-        cells = (map(_plain, line) for line in lines)
-        parts.append(f"**{title}**\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in cells))
-    return "\n\n".join([*parts, "\n".join(f"- {_plain(note)}" for note in report.notes)]) + "\n"
-
-
-def format_latex(table: Grid, report: Report) -> str:
-    """Tables of LaTeX without packages. The notes are comments."""
-    parts = [
-        f"% {table.name}: {table.about} ({table.source})",
-        *(f"% {_line(note)}" for note in report.notes),
-    ]
-    for title, header, rows in report.tables:
-        lines = [r"\hline", _tex(header), r"\hline", *map(_tex, rows), r"\hline"]
-        begin = rf"\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}"
-        parts.append("\n".join([f"\n% {title}", begin, *lines, r"\end{tabular}"]))
-    return "\n".join(parts) + "\n"
-
-
-_TEX = {"\\": r"\textbackslash{}", "±": r"$\pm$", "×": r"$\times$", "~": r"\textasciitilde{}", "^": r"\^{}"}
-_TEX |= {UNCLEAN_MARK: r"\dag{}"} | {character: f"\\{character}" for character in "&%$#_{}"}
-
-
-def _tex(cells: Sequence[str]) -> str:
-    return " & ".join("".join(_TEX.get(character, character) for character in _line(cell)) for cell in cells) + r" \\"
-
-
-def _line(text: str) -> str:
-    """On one line."""
-    return " ".join(text.split())
-
-
-def _plain(text: str) -> str:
-    """The text on one line, as Markdown that is neither a table's edge nor HTML."""
-    return _line(text).translate({ord(character): f"\\{character}" for character in "\\|<"})

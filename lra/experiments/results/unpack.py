@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import IO, cast
 
 from lra.errors import UsageError
-from lra.training.run_directory import FIRST_FAILURE_FILE
+from lra.training.run_directory import FIRST_FAILURE_FILE, PREDICTIONS_FILE
 
-SMALL_FILES = ("config.yaml", "env.json", FIRST_FAILURE_FILE, "metrics.csv", "result.json")
+SMALL_FILES = ("config.yaml", "env.json", FIRST_FAILURE_FILE, "metrics.csv", PREDICTIONS_FILE, "result.json")
 CHECKPOINT_FILES = {
     "none": (), "weights": ("model.safetensors",), "last": ("last.ckpt",), "best": ("best.ckpt",),
     "all": ("best.ckpt", "last.ckpt", "model.safetensors"),

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from lra.experiments.results import unpack
 from lra.experiments.results.archive import pack_runs
 from lra.training.curves import CURVE_COLUMNS
-from lra.training.run_directory import CLAIM_FILE, FIRST_FAILURE_FILE
+from lra.training.run_directory import CLAIM_FILE, FIRST_FAILURE_FILE, PREDICTIONS_FILE
 from tests.experiments.results.test_ledger import cell, result
 
 DONE, FAILED, GOING = (
@@ -68,4 +68,4 @@ def names(file: Path) -> dict[str, set[str]]:
     return found
 
 
-SMALL = set(unpack.SMALL_FILES) - {FIRST_FAILURE_FILE}
+SMALL = set(unpack.SMALL_FILES) - {FIRST_FAILURE_FILE, PREDICTIONS_FILE}

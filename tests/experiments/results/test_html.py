@@ -6,6 +6,7 @@ import math
 import re
 
 from lra.experiments.results import html, report
+from lra.experiments.results.curve_plot import MOST_POINTS
 from tests.drawings import lines, words
 from tests.experiments.results.test_ledger import put, result
 from tests.experiments.results.test_report import cells, pictures
@@ -18,6 +19,19 @@ def test_chance_looks_flat_and_one_value_is_a_dot():
     assert {"48", "50", "52"} <= set(words(flat))
     (_, low), (_, high) = lines(flat)["flash-0"].points
     assert 0 < low - high < 10
+
+
+def test_almost_equal_values_have_ticks_that_do_not_overlap_and_names_at_their_points():
+    values = {"flash": [[(0.727681, 50.0)]], "linear": [[(0.727682, 40.0)]]}
+    [drawn] = pictures(html.curve_chart("a", "memory", values, {"flash": 0, "linear": 1}, log=True))
+    across = {"0.5", "1", "0.727681", "0.727682"} & set(words(drawn))
+    assert across == {"0.5", "1"} and {"flash", "linear"} <= set(words(drawn))
+    first, second = (lines(drawn)[f"{name}-0"].points[0][0] for name in values)
+    assert abs(first - second) < 1
+    many = {"flash": [[(1.0, 50.0), (4e5, 60.0)]]}
+    [drawn] = pictures(html.curve_chart("a", "step", many, {"flash": 0}, log=False))
+    assert 2 <= sum("00,000" in word for word in words(drawn)) <= html.MOST_TICKS
+    assert "flash" not in words(drawn), "a line has its name in the legend"
 
 
 def test_long_curves_are_thinned_and_those_that_are_no_numbers_left_out(tmp_path):
@@ -33,7 +47,7 @@ def test_long_curves_are_thinned_and_those_that_are_no_numbers_left_out(tmp_path
     curves = lines(next(picture for picture in pictures(page) if "step" in words(picture)))
     assert set(curves) == {"flash-0"}
     points = curves["flash-0"].points
-    assert 100 < len(points) <= html.MOST_POINTS + 1 and points[-1][1] == min(y for _, y in points)
+    assert 100 < len(points) <= MOST_POINTS + 1 and points[-1][1] == min(y for _, y in points)
 
 
 def test_text_of_results_is_escaped(tmp_path):

@@ -98,6 +98,18 @@ def test_runs_of_a_task_and_an_attention_are_chosen():
     refused(lra("ls", "runs", f"runs={RESULTS}", "attn=flahs"), "unknown attn 'flahs': did you mean 'flash'")
 
 
+def test_runs_are_sorted_by_score_or_date(here):
+    scores = {"a": (0.3, 0.09, "01-02"), "b": (0.1, 0.4, "03-04"), "c": (0.1, 0.2, "02-03")}
+    for name, (val, test, day) in scores.items():
+        made = REAL | {"val": {"accuracy": val}, "test": REAL["test"] | {"accuracy": test}}
+        put(f"listops/linear/{name}-s0", made | {"environment": {"date": f"2026-{day}T03:04:05Z"}})
+    put("listops/linear/aa-s0")
+    for sort, order in {"path": ("a", "aa", "b", "c"), "val": "abc", "test": "bca", "date": "bca"}.items():
+        assert [row[0] for row in rows(lra("ls", "runs", f"sort={sort}"))][: len(order)] == [f"{n}-s0" for n in order]
+    assert rows(lra("ls", "runs", "sort=test"))[-1][0] == "aa-s0"
+    refused(lra("ls", "runs", "sort=size"), "sort=size")
+
+
 def test_all_committed_runs_have_a_row_and_fit_100_columns():
     done = lra("ls", "runs", f"runs={RESULTS}", width=100)
     assert max(map(len, done.out.splitlines())) == 100 and "can't be read" not in done.out

@@ -9,11 +9,13 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lra.errors import UsageError
 from lra.experiments.results import unpack
 from lra.experiments.results.archive import merge_runs
+from lra.training.predictions import Predictions, read_predictions, write_predictions
 from lra.training.run_directory import FIRST_FAILURE_FILE
 from tests.experiments.results.archives import DONE, SMALL, packed
 
@@ -117,12 +119,22 @@ def test_a_damaged_archive_is_refused(runs, target):
         ),
         ({"metrics.csv": b"\xff\xfe", "last.ckpt": b""}, "metrics.csv can't be read"),
         ({"last.ckpt": b""}, "last.ckpt can't be read"),
+        ({"predictions.npz": b"PK"}, "predictions.npz can't be read"),
     ],
 )
 def test_a_run_that_is_not_whole_is_refused(runs, target, change, message):
     members = whole(runs) | {f"{DONE}/{name}": content for name, content in change.items()}
     kept = {name: content for name, content in members.items() if content is not None}
     refuse(crafted(target.with_suffix(".xz"), kept), target, message)
+
+
+def test_predictions_are_carried_and_a_finished_run_gets_those_that_it_lacks(runs, target):
+    kept = Predictions(np.zeros(3, np.uint8), np.ones(3, np.uint8))
+    without = packed(runs)
+    merge_runs(without, [f"runs={target}"])
+    write_predictions(runs / DONE / "predictions.npz", {"test": kept})
+    assert f"{DONE}: completed, predictions.npz" in merge_runs(packed(runs), [f"runs={target}"])
+    assert read_predictions(target / DONE / "predictions.npz")["test"].label.tolist() == [1, 1, 1]
 
 
 def test_a_file_twice_is_refused(runs, target):
