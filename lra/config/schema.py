@@ -42,6 +42,9 @@ class PositionsConfig:
     scale: Literal["pixel", "image"] | None = None
 
 
+LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"]
+# fields that say how a run is called or watched, and not what it computes
+UNSAVED_FIELDS = ("resume", "draws", "logger", "trainer.log_grad_norm")
 MASK_FIELDS = ("mask", "mask_random", "mask_span", "mask_loss")  # of a run: how tokens are hidden
 
 
@@ -84,6 +87,8 @@ class RunConfig:
     )
     # changed: resume even if this lra draws other random numbers than the checkpoint
     draws: Literal["same", "changed"] = "same"
+    # where curves go: csv is metrics.csv and always there; wandb, mlflow and trackio are packages to install
+    logger: tuple[LoggerName, ...] = ("csv", "tensorboard")
 
     def __post_init__(self) -> None:
         if self.seed < 0:
@@ -97,6 +102,7 @@ class RunConfig:
                 + (f"set optim.cooldown={most} or less" if most > 0 else "set a smaller optim.warmup")
             )
         self._check_patience()
+        self._check_logger()
         if self.pretrain != "none" and self.optim.label_smoothing:
             raise UsageError(
                 f"optim.label_smoothing={self.optim.label_smoothing}: pretrain={self.pretrain} trains without labels, "
@@ -165,6 +171,14 @@ class RunConfig:
                 f"lowers the learning rate: set trainer.patience={least} or more, or a smaller optim.plateau_patience"
             )
 
+    def _check_logger(self) -> None:
+        """Raises a UsageError if a logger is named twice, or metrics.csv would be missing."""
+        given = ",".join(self.logger)
+        if len({*self.logger}) < len(self.logger):
+            raise UsageError(f"logger={given} names one twice")
+        if "csv" not in self.logger:
+            raise UsageError(f"logger={given} leaves out metrics.csv, which resumed runs read: set logger=csv,{given}")
+
     @property
     def hides(self) -> bool:
         """Whether training hides tokens: the model has a MASK token and a decoder."""
@@ -178,12 +192,13 @@ class RunConfig:
     def to_saved_dict(self) -> dict[str, Any]:
         """The plain form that runs and checkpoints keep.
 
-        It leaves out `resume` and `draws`, which only say how a run was called. It leaves out what changes nothing:
-        fields that came later, at the value that runs before them had (`LATER_RUN_FIELDS`, `LATER_FIELDS`,
+        It leaves out `UNSAVED_FIELDS`, which only say how a run was called. It leaves out what changes nothing: fields
+        that came later, at the value that runs before them had (`LATER_RUN_FIELDS`, `LATER_FIELDS`,
         `LATER_SECTION_FIELDS`, and all of `augment`); `pretrain` of a run with labels; `mask` of a run that hides no
         tokens; and options that the optimiser does not have.
         """
-        kept = {key: value for key, value in to_dict(self).items() if key not in ("resume", "draws")}
+        kept = {key: value for key, value in to_dict(self).items() if key not in UNSAVED_FIELDS}
+        kept["trainer"] = {key: v for key, v in kept["trainer"].items() if f"trainer.{key}" not in UNSAVED_FIELDS}
         for section, (schema, names) in LATER_SECTION_FIELDS.items():
             for name in names:
                 if kept[section][name] == getattr(schema, name):
