@@ -78,7 +78,9 @@ class RunConfig:
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     # captured: compiled and in CUDA graphs; eager: neither; auto: captured where it can be
     engine: Literal["auto", "captured", "eager"] = "auto"
-    init: str | None = None  # weights to start from: a run's folder, a .ckpt or a .safetensors file
+    init: str | None = (
+        None  # weights to start from: a run's folder, a .ckpt, a .safetensors or hf://owner/name[@revision]
+    )
     head: Literal["kept", "fresh"] | None = None  # classifier of init=; null: kept if its shapes agree, else fresh
     positions: PositionsConfig = field(default_factory=PositionsConfig)
     name: str | None = None  # name of the run's folder, instead of recipe and given fields

@@ -40,7 +40,9 @@ def fit(fields: Fields = None) -> None:
 
 @verb(app, parser="lra.training.evaluate:parse_test")
 def test(
-    fields: Annotated[list[str] | None, typer.Argument(metavar="init=<run or checkpoint> [field=value …]")] = None,
+    fields: Annotated[
+        list[str] | None, typer.Argument(metavar="init=<run, checkpoint or hf://owner/name> [field=value …]")
+    ] = None,
 ) -> None:
     """Score a checkpoint on its task's test sets."""
     with uncollected_imports():
