@@ -169,9 +169,11 @@ def hub_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> HubServer:
     for name, value in {
         "HF_HUB_OFFLINE": False, "HF_HUB_CACHE": str(folder), "HF_HUB_DISABLE_XET": True, "ENDPOINT": server.address,
         "HF_TOKEN_PATH": str(folder / "token"),
-        "HUGGINGFACE_CO_URL_TEMPLATE": server.address + "/{repo_id}/resolve/{revision}/{filename}",
     }.items():  # fmt: skip
         monkeypatch.setattr(constants, name, value)
+    for module in ("constants", "file_download"):  # older clients read it there
+        template = server.address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(f"huggingface_hub.{module}.HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
     monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", server.address)
     getattr(utils, "close_session", lambda: None)()  # it keeps the proxies that it began with
     hub_weights.fetch_weights.cache_clear()

@@ -137,7 +137,8 @@ class RemoteLogger(Logger):
 
     def __init__(self, service: str, folder: Path):
         super().__init__()
-        if util.find_spec(service) is None:
+        spec = util.find_spec(service)
+        if spec is None or spec.origin is None:  # a folder of that name is none, such as the one that W&B makes
             raise UsageError(f"logger={service} needs a package that is not installed: pip install {service}")
         self.service, self.folder = service, folder
         self._run: Service | None = None  # None before the run begins, after it ends, and after a failure

@@ -16,7 +16,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, service: str, calls: Calls) -> Non
     """Puts a module in the place of a service's package. Every call that matters goes to `calls`."""
     for name, content in {"wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}[service](calls).items():
         module = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None)
+        module.__spec__ = ModuleSpec(name, None, origin="stand-in")
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
     for name in ("wandb._WANDB_AVAILABLE", "mlflow._MLFLOW_AVAILABLE"):

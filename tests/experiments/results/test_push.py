@@ -168,7 +168,7 @@ def test_who_may_not_write_is_told_how_to(server, run, monkeypatch):
         push_run(str(run), [f"repo={REPO}", "private=true"])
     assert server.models[REPO].branches == {"main": public}
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UsageError, match="the Hub does not answer at http://127.0.0.1"):
+    with pytest.raises(UsageError, match="does not answer"):
         push_run(str(run), [f"repo={REPO}"])
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UsageError, match="HF_HUB_OFFLINE is set: unset it to upload"):
