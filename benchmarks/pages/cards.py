@@ -6,7 +6,6 @@ A card names the runs before its own, so their results must lie in benchmarks/re
 from __future__ import annotations
 
 import json
-import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +17,8 @@ from lra.errors import UsageError
 from lra.experiments.results.card import (
     card_facts,
     format_accuracy,
+    next_command,
     score_table,
-    selectors,
     shell_block,
     task_name,
     trained_on,
@@ -144,12 +143,10 @@ def _chosen_by(chain: list[Result]) -> Iterator[str]:
 
 def further(name: str, result: Result) -> str:
     """What trains another run from a release, on larger images where there are any."""
-    kept = [text for text in result["overrides"] if text.startswith(("model.", "task.tokens="))]
-    lit = "task.tokens=lit" in kept
+    lit = "task.tokens=lit" in result["overrides"]
     again = (task_name(result), f"seed={result['seed'] + 1}")
     task, *fields = LARGER.get(task_name(result), again) if lit else again
-    start = selectors(result, task, used_attention(result))
-    return shlex.join(["lra", "fit", *start, *kept, f"init={RELEASES.name}/{name}", *fields])
+    return next_command(result, task, f"{RELEASES.name}/{name}", *fields)
 
 
 def _facts(result: Result) -> Iterator[tuple[str, str]]:

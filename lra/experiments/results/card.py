@@ -74,11 +74,24 @@ def training_command(result: Result) -> str:
     chosen = any(text.startswith("task.version=") for text in overrides)
     if not chosen and "version" in TASKS.get(task).Config.__dataclass_fields__:  # the default may be a newer one by now
         overrides.append(f"task.version={version}")
-    return shlex.join(["lra", "fit", *selectors(result, task, result["attn"]), *overrides])
+    return shlex.join(["lra", "fit", *_selectors(result, task, result["attn"]), *overrides])
 
 
-def selectors(result: Result, task: str, attn: str) -> tuple[str, str, str]:
-    """Returns the arguments that choose a task and an attention, with a run's recipe."""
+def next_command(result: Result, task: str, init: str, *fields: str) -> str:
+    """Returns the command that trains another run from the weights of this one.
+
+    Args:
+        task: of the other run.
+        init: where the weights are.
+        fields: more fields of the other run. It has the model of this one.
+    """
+    used = used_attention(result)
+    sections = ("model.", "task.tokens=", "task.max_length=", *(["attn."] if used == result["attn"] else []))
+    kept = [text for text in result["overrides"] if text.startswith(sections)]
+    return shlex.join(["lra", "fit", *_selectors(result, task, used), *kept, f"init={init}", *fields])
+
+
+def _selectors(result: Result, task: str, attn: str) -> tuple[str, str, str]:
     return f"task={task}", f"attn={attn}", f"recipe={result['recipe']}"
 
 
@@ -112,6 +125,7 @@ def hub_card(result: Result, repo: str, license: str) -> str:
         license: an identifier that the Hub knows, such as `apache-2.0`.
     """
     address, before = f"{SCHEME}{repo}", describe_ancestry(result)
+    further = next_command(result, task_name(result), address, f"seed={result['seed'] + 1}")
     return "\n\n".join([
         f"---\n{_head(result, repo, license)}\n---",
         f"# {repo.partition('/')[2]}",
@@ -123,7 +137,7 @@ def hub_card(result: Result, repo: str, license: str) -> str:
         "## Use",
         shell_block(
             f"lra test init={address}   # scores it on the test set",
-            f"lra fit task={task_name(result)} attn={used_attention(result)} init={address}   # starts from it",
+            f"{further}   # starts from it",
         ),
         f'In Python `lra.load("{address}")` gives the module in evaluation mode.',
         "## Training",

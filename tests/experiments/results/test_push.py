@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ import lra
 from lra.errors import UsageError
 from lra.experiments.results.push import push_run
 from lra.training import checkpoints
+from lra.training.assembly import build_modules
+from lra.training.fit import configure
+from lra.training.transfer import transfer_weights
 from tests import command_line
 from tests.hub_server import HubServer, Model, hub_server
 from tests.training.conftest import arguments
@@ -91,6 +95,10 @@ def test_the_card_has_the_head_that_the_hub_reads(server, run):
     shown = text.partition("# listops-flash")[2]
     assert f"lra test init=hf://{REPO} " in shown and "lra fit task=listops attn=flash recipe=demo" in shown
     assert f"{100 * result['test']['accuracy']:.2f} ± " in shown
+    (line,) = [line for line in shown.splitlines() if line.endswith("# starts from it")]
+    _, module = build_modules(configure(shlex.split(line, comments=True)[2:]).config)
+    address = f"hf://{REPO}"
+    assert not transfer_weights(module, *checkpoints.read_checkpoint(address), address).fresh
 
 
 @pytest.mark.usefixtures("known")
