@@ -65,7 +65,8 @@ class WandbRun:
         self.logger = WandbLogger(run.name, run.folder, project=project, id=run.id, settings=settings)
         self.logger.log_hyperparams(run.config)
         there: Any = self.logger.experiment
-        self.id, self.link = there.id, there.url or f"wandb sync {there.settings.sync_dir}"
+        self.id = there.id
+        self.link = there.url or f"wandb sync {run.folder}/wandb/offline-run-*-{there.id}"  # of all sessions
 
     def log(self, row: Mapping[str, float], step: int) -> None:
         self.logger.log_metrics(row, step)

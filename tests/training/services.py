@@ -28,7 +28,6 @@ def _wandb(calls: Calls) -> dict[str, dict[str, Any]]:
         def __init__(self, **given: Any):
             calls.append(("init", given))
             self.id, self.url = given["id"] or f"made{len(calls)}", "https://wandb.example/run"
-            self.settings = SimpleNamespace(sync_dir="offline-run")
             self.config = SimpleNamespace(update=lambda config, **_: calls.append(("config", config)))
 
         def define_metric(self, *_: Any, **__: Any) -> None: ...

@@ -173,6 +173,7 @@ def test_the_end_of_a_run_says_where_to_look(here, monkeypatch):
     assert "tensorboard --logdir" in again.out and "wandb" not in again.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("service", SERVICES)
 def test_the_real_package_keeps_a_run_without_a_network(small, monkeypatch, tmp_path, service):
     """In W&B's file of an offline run, MLflow's file store, and Trackio's database."""
@@ -203,8 +204,10 @@ def _kept_by_wandb(path: Path, _: Path) -> list[tuple[int, Any]]:
     from importlib import import_module
 
     record = import_module("wandb.proto.wandb_internal_pb2").Record
-    found = []
-    for file in sorted(path.glob("wandb/offline-run-*/*.wandb")):
+    found, command = [], read_links(path)["wandb"]["link"].removeprefix("wandb sync ")
+    sessions = sorted(Path().glob(f"{command}/*.wandb"))
+    assert len(sessions) == 2
+    for file in sessions:
         events, until = [], time.monotonic() + 20
         while not any(event.HasField("exit") for event in events) and time.monotonic() < until:
             time.sleep(0.1)  # another process writes it
