@@ -17,10 +17,8 @@ from pathlib import Path
 from benchmarks.command import command
 from benchmarks.pages import measured
 from benchmarks.pages.cards import RELEASES, card, known
-from lra.config.compose import list_differences
 from lra.errors import UsageError
-from lra.experiments.results.archive import StoredRun
-from lra.training import checkpoints
+from lra.experiments.results.push import finished_run
 from lra.training.run_directory import RUNS_FOLDER
 
 FILES = ("config.yaml", "model.safetensors", "result.json")
@@ -38,14 +36,7 @@ def release(run: Path, name: str, releases: Path = RELEASES, results: Path = mea
         raise UsageError(f"'{name}' can't be the name of a release: use small letters, digits, '.', '_' and '-'")
     if target.exists():
         raise UsageError(f"{target} is there already: remove it first, or choose another name")
-    finished = StoredRun(run)
-    result = finished.finished()
-    if result is None:
-        raise UsageError(f"{run} holds no finished run: name a directory whose result.json says finished")
-    weights = checkpoints.read_checkpoint(run)[1]["config"]
-    for file, config in (("config.yaml", finished.config()), ("model.safetensors", weights)):
-        if changed := list_differences(config, result["config"]):
-            raise UsageError(f"{file} and result.json of {run} belong to different runs: {'; '.join(changed)}")
+    result = finished_run(run)
     text = card(name, result, known(releases, results))
     aside = releases / f".{name}.{os.getpid()}"
     aside.mkdir(parents=True)

@@ -151,7 +151,8 @@ def test_fit_ends_with_the_scores_and_where_its_files_lie(trained):
     assert list(rows) == ["test", "fresh"]
     assert rows["fresh"][3:] == [f"{100 * share:.2f}%" for share in result["fresh"]["baselines"].values()]
     assert rows["test"][0] == f"{100 * result['test']['accuracy']:.2f}%" and rows["fresh"][2] == "10"
-    *_, summary, checkpoint, curves, config = done.out.splitlines()
+    *_, summary, checkpoint, curves, config, tensorboard = done.out.splitlines()
+    assert tensorboard.split() == ["tensorboard", "tensorboard", "--logdir", "checkpoints/runs/listops/flash/done-s0"]
     accuracy, best = result["test"]["accuracy"], max(result["test"]["baselines"].values())
     assert summary.startswith(f"test accuracy {100 * accuracy:.2f}%, strongest baseline ")
     assert summary.endswith(f" {100 * best:.2f}%")
@@ -174,7 +175,7 @@ def test_the_same_command_prints_the_same_result(trained, monkeypatch):
 
 def test_brackets_in_a_name_are_no_markup():
     done = lra("fit", *RUN, "name=[red]x[b]")
-    assert done.code == 0 and done.out.count("checkpoints/runs/listops/flash/[red]x[b]-s0") == 4
+    assert done.code == 0 and done.out.count("checkpoints/runs/listops/flash/[red]x[b]-s0") == 5
 
 
 def test_a_checkpoint_is_scored(trained, here):

@@ -24,6 +24,7 @@ from lra.data.pathfinder.law import image_law
 from lra.errors import UsageError
 from lra.experiments import accuracy
 from lra.experiments.results import archive
+from lra.experiments.results.card import format_accuracy
 from lra.models.attention.base import Attention
 from lra.training import assembly, checkpoints, fit, transfer
 from tests.composing import composed
@@ -132,7 +133,7 @@ def test_scores_on_another_seed_stand_beside_the_stated_ones(tmp_path, capsys):
     assert file.name == "pathfinder.json" and result["checkpoint"] == "checkpoints/pathfinder"
     assert file.parent.name == measured.place(result["environment"]["gpu"])
     assert result["test"]["n"] == 20 and result["environment"]["command"]
-    shown = cards.accuracy(result["test"])
+    shown = format_accuracy(result["test"])
     assert shown in capsys.readouterr().out
     assert cards.rescored(tmp_path) == {"checkpoints/pathfinder": shown}
     assert rescoring.main(["pathfinders"]) == 2 and "none of the released weights" in capsys.readouterr().err

@@ -6,7 +6,6 @@ A card names the runs before its own, so their results must lie in benchmarks/re
 from __future__ import annotations
 
 import json
-import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +14,17 @@ from typing import Any
 from benchmarks.pages import measured
 from benchmarks.pages.measured import mark, table
 from lra.errors import UsageError
-from lra.experiments.results.ledger import describe_gpus
-from lra.tasks import TASKS
+from lra.experiments.results.card import (
+    card_facts,
+    format_accuracy,
+    next_command,
+    score_table,
+    shell_block,
+    task_name,
+    trained_on,
+    training_command,
+    used_attention,
+)
 
 RELEASES = measured.ROOT / "checkpoints"
 # what lit pixels' weights are known to begin, and how: from those of Path-64 nobody learned Path-X yet
@@ -79,18 +87,18 @@ def stages(result: Result, runs: dict[str, list[tuple[Path, Result]]]) -> list[R
 def card(name: str, result: Result, runs: dict[str, list[tuple[Path, Result]]]) -> str:
     """The whole text of a release's README.md."""
     chain, folder = stages(result, runs), f"{RELEASES.name}/{name}"
-    other = "" if _used(result) == result["attn"] else f" attn={_used(result)}"
+    other = "" if used_attention(result) == result["attn"] else f" attn={used_attention(result)}"
     return "\n\n".join([
         f"# {name}",
         MADE,
         table(("", ""), _facts(result)),
         "## Accuracy",
-        table(*_scores(result)),
+        table(*score_table(result)),
         "± is the 95% bound from sampling the test set. It is of one run, of one seed.",
         *_chosen_by(chain),
         "## Use",
         "Run this in the checkout, or write the folder's path after `init=`:",
-        _shell(
+        shell_block(
             f"lra test init={folder}{other}   # scores it on the test set",
             f"{further(name, result)}   # starts from it",
         ),
@@ -98,7 +106,7 @@ def card(name: str, result: Result, runs: dict[str, list[tuple[Path, Result]]]) 
         "which this one started. You do not need that run to use the weights.",
         *([_SEED] if "data_seed" in result["config"]["task"] else []),
         "## Training",
-        _shell(*(command(stage) for stage in chain)),
+        shell_block(*(training_command(stage) for stage in chain)),
         *([_ALONE] if len(chain) > 1 and not any(_says_init(stage) for stage in chain) else []),
         table(
             ("run", "protocol", "steps", "batch", "test accuracy, %", "training", "GPU", "date"),
@@ -133,87 +141,23 @@ def _chosen_by(chain: list[Result]) -> Iterator[str]:
                 )
 
 
-def command(result: Result) -> str:
-    """What trains a run."""
-    overrides = [text for text in result["overrides"] if not text.startswith("resume=")]
-    task, _, version = result["task"].partition("@")
-    chosen = any(text.startswith("task.version=") for text in overrides)
-    if not chosen and "version" in TASKS.get(task).Config.__dataclass_fields__:  # the default may be a newer one by now
-        overrides.append(f"task.version={version}")
-    return shlex.join(["lra", "fit", *_selectors(result, _task(result), result["attn"]), *overrides])
-
-
 def further(name: str, result: Result) -> str:
     """What trains another run from a release, on larger images where there are any."""
-    kept = [text for text in result["overrides"] if text.startswith(("model.", "task.tokens="))]
-    lit = "task.tokens=lit" in kept
-    again = (_task(result), f"seed={result['seed'] + 1}")
-    task, *fields = LARGER.get(_task(result), again) if lit else again
-    start = _selectors(result, task, _used(result))
-    return shlex.join(["lra", "fit", *start, *kept, f"init={RELEASES.name}/{name}", *fields])
-
-
-def _selectors(result: Result, task: str, attn: str) -> tuple[str, str, str]:
-    return f"task={task}", f"attn={attn}", f"recipe={result['recipe']}"
-
-
-def _used(result: Result) -> str:
-    """The attention that weights are used with: its own, or what computes the same in linear memory."""
-    return "flash" if result["attn"] == "standard" else result["attn"]
-
-
-def _task(result: Result) -> str:
-    return result["task"].partition("@")[0]
-
-
-def _says_init(result: Result) -> bool:
-    return any(text.startswith("init=") for text in result["overrides"])
+    lit = "task.tokens=lit" in result["overrides"]
+    again = (task_name(result), f"seed={result['seed'] + 1}")
+    task, *fields = LARGER.get(task_name(result), again) if lit else again
+    return next_command(result, task, f"{RELEASES.name}/{name}", *fields)
 
 
 def _facts(result: Result) -> Iterator[tuple[str, str]]:
-    config, made_with = result["config"], result["environment"]
-    model, versions = config["model"], made_with["versions"]
-    yield "task", f"`{result['task']}`"
-    if result.get("protocol"):
-        yield "protocol", result["protocol"]
-    yield "attention", f"`{result['attn']}`, computed as {result['attention']}"
-    yield (
-        "model",
-        f"{result['parameters']:,} parameters: {model['layers']} layers of {model['d_model']}, {model['heads']} heads, "
-        f"feed-forward {model['d_ff']}, {model['positions']} positions on {model['axes']} axes, {model['pooling']} "
-        "pooling",
-    )
-    yield "recipe", f"`{result['recipe']}`, seed {result['seed']}, {config['trainer']['precision']}"
-    fields = " ".join(f"`{key}={value}`" for key, value in config["task"].items() if key not in ("name", "source"))
-    seed = config["task"].get("data_seed")
-    yield "data", f"{result['data']['source']}{'' if seed is None else f', seed {seed}'}; {fields}"
-    yield "store", f"`{result['data']['store']}`"
-    yield "trained with", f"{_hardware(result)}, CUDA {made_with['cuda']}, {made_with['platform']}"
-    named = ", ".join(f"{package} {version}" for package, version in versions.items() if version)
-    yield "versions", f"commit {made_with['commit']}{mark(result)}; {named}"
-    yield "date", made_with["date"][:10]
+    for name, value in card_facts(result):
+        yield name, value.replace(";", f"{mark(result)};", 1) if name == "versions" else value
     project = tomllib.loads((measured.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     yield "license", f"{project['license']}, the project's: [LICENSE](../../LICENSE)"
 
 
-def _scores(result: Result) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: the accuracy on each test set beside its baselines."""
-    scored = {name: score for name, score in result.items() if isinstance(score, dict) and "plus_minus" in score}
-    baselines = list(dict.fromkeys(rule for score in scored.values() for rule in score["baselines"]))
-    rows = [
-        [name, accuracy(score), *(_percent(score["baselines"].get(rule)) for rule in baselines)]
-        for name, score in scored.items()
-    ]
-    return ["test set", "accuracy, %", *(f"{rule}, %" for rule in baselines)], rows
-
-
-def accuracy(score: dict[str, Any]) -> str:
-    """For people: percent, its 95% bound, and of how many."""
-    return f"{_percent(score['accuracy'])} ± {_percent(score['plus_minus'])} of {score['n']:,}"
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.2f}"
+def _says_init(result: Result) -> bool:
+    return any(text.startswith("init=") for text in result["overrides"])
 
 
 def _stage(number: int, result: Result) -> list[str]:
@@ -221,23 +165,15 @@ def _stage(number: int, result: Result) -> list[str]:
     seconds = f"{result['train_seconds']:,.0f} s" if whole else ""
     return [
         f"{number}{mark(result)}", result.get("protocol") or result["task"], f"{result['steps']:,}",
-        str(result["config"]["batch"]["size"]), accuracy(result["test"]), seconds, _hardware(result),
+        str(result["config"]["batch"]["size"]), format_accuracy(result["test"]), seconds, trained_on(result),
         result["environment"]["date"][:10],
     ]  # fmt: skip
-
-
-def _hardware(result: Result) -> str:
-    return describe_gpus(result["environment"]["gpu"], result["world_size"])
-
-
-def _shell(*lines: str) -> str:
-    return "\n".join(["```sh", *lines, "```"])
 
 
 def rescored(root: Path = measured.BENCHMARKS) -> dict[str, str]:
     """Of released weights, by their folder, the accuracy on examples of another seed."""
     found = measured.read(root, "studies/rescoring/*/*.json")
-    return {result["checkpoint"]: accuracy(result["test"]) for _, result in found}
+    return {result["checkpoint"]: format_accuracy(result["test"]) for _, result in found}
 
 
 def make(releases: Path = RELEASES, results: Path = measured.RUNS) -> dict[Path, str]:
@@ -249,7 +185,7 @@ def make(releases: Path = RELEASES, results: Path = measured.RUNS) -> dict[Path,
         (
             f"[{name}]({name}/README.md){mark(result)}",
             f"`{result['task']}`", result.get("protocol") or "", f"`{result['attn']}`",
-            accuracy(result["test"]), others.get(f"{RELEASES.name}/{name}", ""), f"{result['parameters']:,}",
+            format_accuracy(result["test"]), others.get(f"{RELEASES.name}/{name}", ""), f"{result['parameters']:,}",
         )
         for name, result in found.items()
     ]  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lra import environment
-from lra.terminal import Bold
+from lra.experiments.results.card import markdown_table
 from lra.training.run_files import has_clean_commits
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,9 +69,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def bare_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """In Markdown, of a table whose title says what a mark means."""
-    lines = [header, ["---"] * len(header), *rows]
-    shown = ((f"**{cell}**" if isinstance(cell, Bold) else cell for cell in line) for line in lines)
-    return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in shown)
+    return markdown_table(header, rows)
 
 
 def from_docs(text: str) -> str:

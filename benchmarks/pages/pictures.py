@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.pages import cards, measured
 from lra.bench import plots
 from lra.errors import UsageError
+from lra.experiments.results.card import format_accuracy
 from lra.tasks import TASKS
 from lra.training import curves
 
@@ -64,7 +65,7 @@ def _section(name: str, record: dict[str, Any], drawn: set[str]) -> Iterator[str
     yield f"## {name}"
     yield (
         f"[{record['checkpoint']}](../{record['checkpoint']}/README.md): {record['task']}, {result['protocol']}, "
-        f"`{result['attn']}`, test accuracy {cards.accuracy(result['test'])}. The images are from the first "
+        f"`{result['attn']}`, test accuracy {format_accuracy(result['test'])}. The images are from the first "
         f"{record['count']:,}, of which it gets {100 * record['accuracy']:.1f}% right."
     )
     if name in drawn:

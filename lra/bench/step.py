@@ -93,6 +93,8 @@ def parse_step_fields(args: Iterable[str | Override]) -> tuple[StepOptions, Comp
         raise UsageError(f"profile=true needs loops={' or '.join(PROFILED_LOOPS)}: add one, or leave it out")
     if run.init or run.name or run.resume != "false" or run.draws != "same" or run.predictions:
         raise UsageError("init=, name=, resume=, draws= and predictions= mean nothing to a measurement: leave them out")
+    if run.logger != RunConfig.logger:
+        raise UsageError("logger= means nothing to a measurement: leave it out")
     if run.trainer.steps < options.total:
         raise UsageError(
             f"trainer.steps={run.trainer.steps}, but {options.total} are needed: raise it, or lower steps= and warmup="

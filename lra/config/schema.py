@@ -19,7 +19,6 @@ from lra.errors import UsageError
 LATER_RUN_FIELDS = {
     "mask_random": 0.0, "mask_span": 1, "mask_loss": "hidden", "pixel_loss": "cross_entropy", "denoise": 0.0
 }  # fmt: skip
-UNSAVED_FIELDS = ("resume", "draws", "predictions")  # they say how a run was called, not what it computes
 LATER_FIELDS = {"task.background": 0.0, "task.difference": "signed", "task.version": 1}
 # fields of sections that older runs lack; those computed by the defaults
 LATER_SECTION_FIELDS: dict[str, tuple[type, tuple[str, ...]]] = {
@@ -44,6 +43,9 @@ class PositionsConfig:
     scale: Literal["pixel", "image"] | None = None
 
 
+LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"]
+# fields that say how a run is called or watched, and not what it computes
+UNSAVED_FIELDS = ("resume", "draws", "predictions", "logger", "trainer.log_grad_norm")
 MASK_FIELDS = ("mask", "mask_random", "mask_span", "mask_loss")  # of a run: how tokens are hidden
 
 
@@ -77,7 +79,9 @@ class RunConfig:
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     # captured: compiled and in CUDA graphs; eager: neither; auto: captured where it can be
     engine: Literal["auto", "captured", "eager"] = "auto"
-    init: str | None = None  # weights to start from: a run's folder, a .ckpt or a .safetensors file
+    init: str | None = (
+        None  # weights to start from: a run's folder, a .ckpt, a .safetensors or hf://owner/name[@revision]
+    )
     head: Literal["kept", "fresh"] | None = None  # classifier of init=; null: kept if its shapes agree, else fresh
     positions: PositionsConfig = field(default_factory=PositionsConfig)
     name: str | None = None  # name of the run's folder, instead of recipe and given fields
@@ -87,6 +91,8 @@ class RunConfig:
     predictions: bool = False  # keep the class that is predicted for each test example, in predictions.npz
     # changed: resume even if this lra draws other random numbers than the checkpoint
     draws: Literal["same", "changed"] = "same"
+    # where curves go: csv is metrics.csv and always there; wandb, mlflow and trackio are packages to install
+    logger: tuple[LoggerName, ...] = ("csv", "tensorboard")
 
     def __post_init__(self) -> None:
         if self.seed < 0:
@@ -100,6 +106,7 @@ class RunConfig:
                 + (f"set optim.cooldown={most} or less" if most > 0 else "set a smaller optim.warmup")
             )
         self._check_patience()
+        self._check_logger()
         if self.pretrain != "none" and self.optim.label_smoothing:
             raise UsageError(
                 f"optim.label_smoothing={self.optim.label_smoothing}: pretrain={self.pretrain} trains without labels, "
@@ -176,6 +183,14 @@ class RunConfig:
                 f"lowers the learning rate: set trainer.patience={least} or more, or a smaller optim.plateau_patience"
             )
 
+    def _check_logger(self) -> None:
+        """Raises a UsageError if a logger is named twice, or metrics.csv would be missing."""
+        given = ",".join(self.logger)
+        if len({*self.logger}) < len(self.logger):
+            raise UsageError(f"logger={given} names one twice")
+        if "csv" not in self.logger:
+            raise UsageError(f"logger={given} leaves out metrics.csv, which resumed runs read: set logger=csv,{given}")
+
     @property
     def hides(self) -> bool:
         """Whether training hides tokens: the model has a MASK token and a decoder."""
@@ -195,6 +210,7 @@ class RunConfig:
         tokens; and options that the optimiser does not have.
         """
         kept = {key: value for key, value in to_dict(self).items() if key not in UNSAVED_FIELDS}
+        kept["trainer"] = {key: v for key, v in kept["trainer"].items() if f"trainer.{key}" not in UNSAVED_FIELDS}
         for section, (schema, names) in LATER_SECTION_FIELDS.items():
             for name in names:
                 if kept[section][name] == getattr(schema, name):

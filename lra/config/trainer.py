@@ -41,6 +41,7 @@ class TrainerConfig:
     epochs: float | None = None
     eval_every: int = 100  # steps between validations, each of which writes last.ckpt; divides trainer.steps
     log_every: int = 50  # steps whose mean training loss is logged; divides trainer.eval_every
+    log_grad_norm: bool = False  # log the norm of the gradient before clipping, its mean over the same steps
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: computed under autocast, with weights in fp32
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"  # where to compute; auto: on a GPU if there is one
     devices: int = 1  # GPUs or CPU processes of each node; where this is left out, torchrun says how many

@@ -175,7 +175,7 @@ def _opened(path: Path) -> Iterator[pq.ParquetFile]:
 def _hub(source: str, note: Callable[[str], None]) -> dict[str, HubSplit]:
     """The splits of a data set of the Hub: downloaded, or from a cached copy if the Hub cannot be reached."""
     failure = None
-    if not _offline():
+    if not offline_variable():
         try:
             folder = _download(source)
         except UnusableSource:
@@ -184,7 +184,7 @@ def _hub(source: str, note: Callable[[str], None]) -> dict[str, HubSplit]:
             failure = error
         else:
             return _folder(folder)
-    why = hub_errors.explain_failure(failure) if failure else f"{_offline()} is set"
+    why = hub_errors.explain_failure(failure) if failure else f"{offline_variable()} is set"
     unusable = []
     for snapshot in _snapshots(source):
         try:
@@ -205,7 +205,7 @@ def _hub(source: str, note: Callable[[str], None]) -> dict[str, HubSplit]:
     raise UnusableSource(f"{why}; {there}") from failure
 
 
-def _offline() -> str:
+def offline_variable() -> str:
     """The variable by which the user forbids the network; empty if none is set."""
     names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
     return next((name for name in names if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), "")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from lra.errors import first_line, name_error, system_error
 
 MENDS = {  # by HTTP status
-    403: "ask for access on the data set's page, or ask who runs the network, if a proxy forbids it",
+    403: "ask for access on its page there, or ask who runs the network, if a proxy forbids it",
     407: "put the proxy's user and password into HTTPS_PROXY",
     429: "too many requests, wait some minutes",
 }
@@ -24,8 +24,12 @@ _NO_ADDRESS = {"UnsupportedProtocol", "MissingSchema", "InvalidSchema"}
 _AWAY = {"NetworkError", "ConnectError", "ConnectionError", "NewConnectionError"}
 
 
-def explain_failure(error: BaseException) -> str:
-    """Why a download failed, from the error of the Hub's client."""
+def explain_failure(error: BaseException, kind: str = "data set") -> str:
+    """Why a download or an upload failed, from the error of the Hub's client.
+
+    Args:
+        kind: what was asked for.
+    """
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -41,7 +45,8 @@ def explain_failure(error: BaseException) -> str:
         if status == 401 and huggingface_hub.get_token():
             return "the Hub does not accept the token (HTTP 401): log in again with hf auth login, or unset HF_TOKEN"
         if status in (401, 404):
-            return f"there is no such folder, and {endpoint} has no such data set for everybody (HTTP {status})"
+            here = "there is no such folder, and " if kind == "data set" else ""
+            return f"{here}{endpoint} has no such {kind} for everybody (HTTP {status})"
         return f"{endpoint}{through} answers HTTP {status}: {_mend(status)}"
     if certificate := next((each for each in chain if isinstance(each, ssl.SSLError)), None):
         mend = "if a proxy signs for others, name its certificate in SSL_CERT_FILE"

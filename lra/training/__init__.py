@@ -24,11 +24,11 @@ Where a rate or an end of training depends on validations (`plateau.py`), the co
 checkpoint. The rate stays a function of the step and a factor, and every rank finds the same one.
 
 `checkpoints/runs/<task>/<attn>/<recipe>[+<overrides>]-s<seed>/` is a run's directory. It holds `config.yaml`,
-`env.json` (what each session ran in), `metrics.csv`, `tensorboard/`, `best.ckpt`, `last.ckpt`, `model.safetensors`,
-with `predictions=true` also `predictions.npz`, and `result.json`, which is written last. Every file is written aside,
-synced and renamed. A directory of another configuration is refused with the fields that differ, and an unfinished run
-unless `resume=` says to go on. The fields that say what computes (devices, engine, micro-batches) neither name a
-directory nor make another configuration, so a run may begin on one GPU and continue on four. PyTorch does not look at
-the checksums in its files; `checkpoints.py` does, before weights are trained on or scored, and names a file of the run
-that may stand in.
+`env.json` (what each session ran in), `metrics.csv`, `tensorboard/`, `loggers.json` (the run's place at remote
+loggers), `best.ckpt`, `last.ckpt`, `model.safetensors`, with `predictions=true` also `predictions.npz`, and
+`result.json`, which is written last. Every file is written aside, synced and renamed. A directory of another
+configuration is refused with the fields that differ, and an unfinished run unless `resume=` says to go on. The fields
+that say what computes (devices, engine, micro-batches) neither name a directory nor make another configuration, so a
+run may begin on one GPU and continue on four. PyTorch does not look at the checksums in its files; `checkpoints.py`
+does, before weights are trained on or scored, and names a file of the run that may stand in.
 """

@@ -10,6 +10,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers.logger import Logger
 
 from lra.caches import watch_kernels
 from lra.config.schema import RunConfig
@@ -32,6 +33,7 @@ from lra.training.optim import parameter_groups
 from lra.training.output import console
 from lra.training.preemption import start_compilers
 from lra.training.progress import Progress
+from lra.training.remote_loggers import SERVICES, RemoteLogger
 from lra.training.run_directory import CURVES_FILE, RunDirectory
 from lra.training.seeding import derive_seed
 from lra.training.step import Step
@@ -113,7 +115,7 @@ def make_trainer(run: RunConfig, folder: Path, clock: Clock, *callbacks: pl.Call
         use_distributed_sampler=False,
         enable_model_summary=False,
         enable_progress_bar=console.is_terminal,
-        logger=Curves(folder / CURVES_FILE),
+        logger=make_loggers(run, folder),
         callbacks=[
             clock,
             ResetLastBatch(),
@@ -127,6 +129,12 @@ def make_trainer(run: RunConfig, folder: Path, clock: Clock, *callbacks: pl.Call
     )
     silence_signals(trainer)
     return trainer
+
+
+def make_loggers(run: RunConfig, folder: Path) -> list[Logger]:
+    """The loggers of a run, whose files lie in its folder. UsageError if the package of one is not installed."""
+    curves = Curves(folder / CURVES_FILE, run.trainer.log_grad_norm, "tensorboard" in run.logger)
+    return [curves, *(RemoteLogger(name, folder) for name in run.logger if name in SERVICES)]
 
 
 def resolve_attention(module: TaskModule, device: torch.device) -> str:

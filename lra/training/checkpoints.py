@@ -21,6 +21,7 @@ from lra.errors import UsageError, is_disk_failure, system_error
 from lra.tasks import TASKS, versioned_name
 from lra.tasks.base import TaskModule
 from lra.training import leakage, provenance
+from lra.training.hub_weights import fetch_weights, is_hub_address
 from lra.training.provenance import weights_digest
 from lra.training.run_directory import replace_file
 from lra.training.run_files import is_provenance
@@ -84,12 +85,19 @@ def _unreadable(path: Path, what: str) -> UsageError:
 
 
 def read_checkpoint(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Returns the model weights and the identity in a run's directory, a `.ckpt` or a `.safetensors` file.
+    """Returns the model weights and the identity in a run's directory, a `.ckpt`, a `.safetensors` or at `hf://…`.
 
     Raises:
         UsageError: the file is damaged, or of another program, or has weights that are not finite. Only `fault.pt` may
-            have such weights.
+            have such weights. Or the Hub's weights can't be had.
     """
+    if is_hub_address(path):
+        folder = fetch_weights(str(path))
+        try:
+            return read_checkpoint(folder)
+        except UsageError as error:
+            copy = f"if the copy here is damaged, remove {folder.parents[1]}, and it is downloaded again"
+            raise UsageError(f"{path}: {error}; {copy}") from None
     given = path = Path(path)
     if os.path.isdir(path):  # unlike pathlib's, False also where nobody may look and of a name too long
         path = path / "model.safetensors"

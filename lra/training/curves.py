@@ -17,43 +17,60 @@ from lra.reading import read_csv
 from lra.training.run_directory import replace_file, write_text
 
 CURVE_COLUMNS: tuple[str, ...] = ("step", "train/loss", "lr", "val/loss", "val/accuracy")
+GRAD_NORM = "train/grad_norm"  # a column of runs that measure it
 
 
 class Curves(Logger):
-    """A CSV logger. Lightning's deletes the file of a resumed run; this one drops only rows that are logged again."""
+    """A CSV logger. Lightning's deletes the file of a resumed run; this one drops only rows that are logged again.
 
-    def __init__(self, path: Path):
+    Args:
+        grad_norm: whether there is a column for the norm of the gradient. A file that has it keeps it.
+        tensorboard: whether TensorBoard's file is written, too.
+    """
+
+    def __init__(self, path: Path, grad_norm: bool = False, tensorboard: bool = True):
         super().__init__()
-        self.path, self.folder = path, path.with_name("tensorboard")
-        self.events: Path | None = None  # the file of this session, after its first row
+        self.path, self.folder, self.tensorboard = path, path.with_name("tensorboard"), tensorboard
+        self.columns = (*CURVE_COLUMNS, GRAD_NORM) if grad_norm else CURVE_COLUMNS
+        self.begun = False  # after the first row
+        self.events: Path | None = None  # TensorBoard's file of this session
         if path.exists():
             read_curves(path)  # refused now, not after the first steps
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        row = {key: value for key, value in metrics.items() if key in CURVE_COLUMNS}
+        row = {key: value for key, value in metrics.items() if key in self.columns}
         if not row:
             return
         assert step is not None
         from lra.training import tensorboard  # imported with the first row, as it would delay the first line of a run
 
-        if self.events is None:
-            self.events = self._start(step)
+        if not self.begun:
+            kept = self._start(step)
+            self.events = self._start_events(kept) if self.tensorboard else None
+            self.begun = True
         with name_file(self.path), self.path.open("a", newline="") as file:
-            csv.DictWriter(file, CURVE_COLUMNS).writerow(row | {"step": step})
-        with name_file(self.events), self.events.open("ab") as file:
-            file.write(tensorboard.encode_row(row, step))
+            csv.DictWriter(file, self.columns).writerow(row | {"step": step})
+        if self.events is not None:
+            with name_file(self.events), self.events.open("ab") as file:
+                file.write(tensorboard.encode_row(row, step))
 
-    def _start(self, step: int) -> Path:
-        from lra.training import tensorboard
-
+    def _start(self, step: int) -> list[dict[str, str]]:
+        """Writes the rows of earlier sessions before `step`, and returns them."""
         rows = read_curves(self.path) if self.path.exists() else []
-        kept = [{name: row[name] for name in CURVE_COLUMNS if name in row} for row in rows if int(row["step"]) < step]
+        if any(row.get(GRAD_NORM) for row in rows):
+            self.columns = (*CURVE_COLUMNS, GRAD_NORM)
+        kept = [{name: row[name] for name in self.columns if name in row} for row in rows if int(row["step"]) < step]
         text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, CURVE_COLUMNS)
+        writer = csv.DictWriter(text, self.columns)
         writer.writeheader()
         writer.writerows(kept)
         write_text(self.path, text.getvalue())
+        return kept
+
+    def _start_events(self, kept: list[dict[str, str]]) -> Path:
+        from lra.training import tensorboard
+
         # one TensorBoard file with the rows of metrics.csv replaces those of earlier sessions
         with name_file(self.folder):
             self.folder.mkdir(exist_ok=True)
@@ -106,7 +123,8 @@ def _is_row(row: dict[str, str]) -> bool:
     if not (step.isascii() and step.isdecimal() and len(step) <= 12):
         return False
     try:
-        numbers = {name: float(row[name].encode("ascii")) for name in CURVE_COLUMNS if row.get(name)}
+        columns = (*CURVE_COLUMNS, GRAD_NORM)
+        numbers = {name: float(row[name].encode("ascii")) for name in columns if row.get(name)}
     except ValueError:
         return False
     return math.isfinite(numbers.get("val/accuracy", 0.0))

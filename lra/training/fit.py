@@ -29,6 +29,7 @@ from lra.tasks.base import TaskModule
 from lra.timeline import mark_phase
 from lra.training import checkpoints, provenance, result, transfer
 from lra.training.assembly import Assembly, assemble
+from lra.training.curves import log_row
 from lra.training.data_size import count_examples
 from lra.training.describe import advise_smaller_batch, describe_run, describe_test_sets, device_kind, say
 from lra.training.draws import UNKNOWN_DRAWS, DrawHistory
@@ -36,6 +37,7 @@ from lra.training.hardware import crowding_note, join_launch
 from lra.training.lightning import leave_process_group, silence_lightning
 from lra.training.predictions import gather_predictions, write_predictions
 from lra.training.preemption import Preemption
+from lra.training.remote_loggers import watched
 from lra.training.rendezvous import RendezvousError
 from lra.training.run_directory import HARDWARE_FIELDS, PREDICTIONS_FILE, RunDirectory, replace_file
 
@@ -134,10 +136,15 @@ def _fit(args: Iterable[str], later: tuple[int, ...] = ()) -> dict[str, Any]:
         return _facts(composed, parts, begun)
 
     opened = directory.opened(begun.checkpoint, begun.done) if parts.trainer.is_global_zero else nullcontext()
-    with opened, preemption.listening(parts.trainer), _recorded(directory, run, parts.trainer, facts):
+    watching = watched(parts, directory.config, begun.checkpoint is not None)
+    with opened, preemption.listening(parts.trainer), watching, _recorded(directory, run, parts.trainer, facts):
         _train(run, directory, parts, begun, what)
         scores = _score(directory, parts)
-        return directory.finish("finished", facts() | scores) if parts.trainer.is_global_zero else {}
+        if not parts.trainer.is_global_zero:
+            return {}
+        done = directory.finish("finished", facts() | scores)
+        log_row(parts.trainer, result.final_row(done), parts.trainer.global_step)
+        return done
 
 
 @dataclass(frozen=True)

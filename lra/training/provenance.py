@@ -9,6 +9,8 @@ The record of a run has plain values:
 - `ancestors`: the records of the runs before, oldest first. The `ended` of an ancestor is the digest of the weights
   that the next run took.
 
+An ancestor that came from the Hub also has a `source`: its address there, with the commit.
+
 A value is None if an older lra did not state it.
 """
 
@@ -24,6 +26,7 @@ import torch
 
 from lra import environment
 from lra.tasks.base import TaskModule
+from lra.training.hub_weights import fetch_weights, is_hub_address, pinned_address
 from lra.training.run_files import UNKNOWN_COMMIT, ProvenanceRecord, as_mapping, read_result
 
 
@@ -52,9 +55,13 @@ def inherit_provenance(
     weights: Mapping[str, torch.Tensor], identity: Mapping[str, Any], path: str | Path
 ) -> ProvenanceRecord:
     """Returns the record of a model that takes these weights and has not begun its own run."""
-    parent = read_provenance(identity)
-    run, commit = parent.get("run") or str(path), parent.get("commit") or _commit_beside(Path(path), identity)
-    return {"ancestors": [*parent["ancestors"], _ancestor(run, parent.get("began"), weights_digest(weights), commit)]}
+    parent, hub = read_provenance(identity), is_hub_address(path)
+    place = fetch_weights(str(path)) if hub else Path(path)
+    run, commit = parent.get("run") or str(path), parent.get("commit") or _commit_beside(place, identity)
+    last = _ancestor(run, parent.get("began"), weights_digest(weights), commit)
+    if hub:
+        last["source"] = pinned_address(str(path))
+    return {"ancestors": [*parent["ancestors"], last]}
 
 
 def begin_provenance(module: TaskModule, run: Path, resumed: bool) -> None:

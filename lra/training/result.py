@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from lra.kernels import library
 from lra.tasks.base import TaskData, TaskModule
 from lra.training.clock import Clock
 
+FINAL_COSTS = ("parameters", "steps_per_second", "train_seconds", "wall_seconds", "peak_gpu_bytes")
+
 
 def result_facts(composed: ComposedConfig, module: TaskModule, trainer: pl.Trainer, clock: Clock) -> dict[str, Any]:
     """Returns the facts of every result, no matter how the run ended."""
@@ -23,6 +26,7 @@ def result_facts(composed: ComposedConfig, module: TaskModule, trainer: pl.Train
         "task": identity["task"],
         "attn": run.attn.name,
         "recipe": run.recipe,
+        # the other fields say how the last session was started, not what the run computes
         "overrides": [str(override) for override in composed.overrides if override.field not in UNSAVED_FIELDS],
         "seed": run.seed,
         "parameters": count_parameters(module),
@@ -70,6 +74,13 @@ def test_scores(module: TaskModule, data: TaskData, trainer: pl.Trainer) -> dict
         "data": {"source": _name(manifest["source"]), "store": data.store.path.name}
         | ({"differences": differences} if differences else {}),
     }
+
+
+def final_row(result: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the scores and costs of a finished run, by the names under which loggers show them."""
+    sets = {name: score for name, score in result.items() if isinstance(score, dict) and "plus_minus" in score}
+    scores = {f"{name}/{what}": score[what] for name, score in sets.items() for what in ("accuracy", "loss")}
+    return scores | {f"final/{name}": result[name] for name in FINAL_COSTS if result.get(name) is not None}
 
 
 def sampling_bound(accuracy: float, n: int) -> float:

@@ -36,7 +36,7 @@ CLAIM_PATIENCE_S = 0.5  # `is_claimed` holds the lock for an instant
 HARDWARE_FIELDS = ("engine", "trainer.accelerator", "trainer.devices", "batch.micro", "batch.eval")
 # fields that are no part of a directory's name: they choose or continue a run, or may change when it resumes. The
 # version of the task is one of them, so a run of an older version keeps its directory
-UNNAMED_FIELDS = ("seed", "name", *UNSAVED_FIELDS, "task.version", *HARDWARE_FIELDS)
+UNNAMED_FIELDS = ("seed", "name", "task.version", *UNSAVED_FIELDS, *HARDWARE_FIELDS)
 
 
 class RunDirectory:

@@ -22,7 +22,7 @@ from lra.tasks.base import TaskModule
 from lra.training import optim
 from lra.training.average import WeightAverage
 from lra.training.compiling import compile_batched
-from lra.training.curves import log_row
+from lra.training.curves import GRAD_NORM, log_row
 from lra.training.engine import CapturedStep, EagerStep
 from lra.training.hardware import cores_per_rank
 from lra.training.optim import Optimizer, trained_parameters
@@ -49,6 +49,7 @@ class Step:
         self.tally: Tally | None = None
         self.counts: StepCounts | None = None  # as last read or restored
         self.counted = 0  # steps after which they were read; 0: not in this session
+        self.tokens = 0  # that this rank has trained on in this session
         self.logged: float | None = None  # mean loss of a step, as last logged
         self._unread: tuple[int, float, PendingCounts] | None = None  # steps done, learning rate, counts
         self._scores: Callable[[Batch], Tensor] | None = None  # compiled
@@ -71,6 +72,7 @@ class Step:
             self.start(module, cast(Optimizer, optimizer.optimizer), step, backward)
         assert self.engine is not None
         rate = self.forward_backward(batches, step, trainer.global_rank)
+        self.tokens += sum(int(batch.length.sum()) for batch in batches)
         optimizer.step(self.engine.update)  # Lightning counts it
         self._log_due(trainer, step + 1, rate)
 
@@ -103,8 +105,11 @@ class Step:
         def update(gradient: Tensor) -> None:
             """Is given the whole gradient, with the loss as its last element."""
             judge(gradient)
+            norm: Tensor | None = None
             if run.optim.clip is not None:
-                nn.utils.clip_grad_norm_(module.parameters(), run.optim.clip)
+                norm = nn.utils.clip_grad_norm_(module.parameters(), run.optim.clip)
+            if run.trainer.log_grad_norm:
+                tally.add_norm(torch.linalg.vector_norm(gradient[:-1]) if norm is None else norm)
             optimizer.update(tally.left_out)
             if norms:
                 take_statistics(norms, tally.left_out)
@@ -163,8 +168,11 @@ class Step:
         self._unread = None
         self.counts = counts = reading.counts()
         self.logged = counts.total / counts.taken if counts.taken else math.nan
+        row = {"train/loss": self.logged, "lr": rate}
+        if self.run.trainer.log_grad_norm:
+            row[GRAD_NORM] = counts.norm / counts.taken if counts.taken else math.nan
         # not with module.log: Lightning would fetch the value from the device in every step
-        log_row(trainer, {"train/loss": self.logged, "lr": rate}, self.counted)
+        log_row(trainer, row, self.counted)
 
     def seeds(self, step: int, rank: int) -> tuple[int, int]:
         """Returns the seed of PyTorch's generator in a step, and the seed that its batches carry."""

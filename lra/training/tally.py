@@ -15,6 +15,7 @@ class StepCounts(NamedTuple):
     taken: int  # number of these steps
     first: int  # number, from 0, of the first step of the run that was not finite; -1 if none
     skipped: int  # updates skipped so far
+    norm: float = 0.0  # sum of the norms of these steps' gradients, where they are measured
 
 
 class Tally:
@@ -29,8 +30,10 @@ class Tally:
     def __init__(self, device: torch.device, step: int = 0, skip: bool = False, counts: StepCounts | None = None):
         counts = counts or StepCounts(0.0, 0, -1, 0)
         self.skip = skip
-        self.total = torch.tensor(counts.total, dtype=torch.float32, device=device)
-        self.taken, self.first, self.skipped = (torch.tensor(count, device=device) for count in counts[1:])
+        self.total, self.norm = (
+            torch.tensor(total, dtype=torch.float32, device=device) for total in (counts.total, counts.norm)
+        )
+        self.taken, self.first, self.skipped = (torch.tensor(count, device=device) for count in counts[1:4])
         self.step = torch.tensor(step, device=device)
         self.left_out = torch.zeros((), device=device)  # 1.0: this step makes no update
 
@@ -49,13 +52,18 @@ class Tally:
         self.total += flat[-1].masked_fill(out, 0)
         self.step += 1
 
+    def add_norm(self, norm: Tensor) -> None:
+        """Adds the norm of a step's gradient, after the step was judged."""
+        self.norm += norm.masked_fill(self.left_out.bool(), 0)
+
     def read(self) -> StepCounts:
         """Returns the counts. Waits for the device."""
         return PendingCounts(self).counts()
 
     def clear(self) -> None:
-        """Sets the sum of the losses to zero."""
+        """Sets the sums of losses and norms to zero."""
         self.total.zero_()
+        self.norm.zero_()
         self.taken.zero_()
 
 
@@ -63,7 +71,7 @@ class PendingCounts:
     """The present counts of a tally on their way to the host. The device does not wait for the copy."""
 
     def __init__(self, tally: Tally):
-        counts = (tally.total, tally.taken, tally.first, tally.skipped)
+        counts = (tally.total, tally.norm, tally.taken, tally.first, tally.skipped)
         self._values = torch.stack([count.double() for count in counts])
         self._copied: torch.cuda.Event | None = None
         if self._values.is_cuda:
@@ -79,5 +87,6 @@ class PendingCounts:
         """Waits for the work that the device had when this was made, and not for later work."""
         if self._copied is not None:
             self._copied.synchronize()
-        total, *rest = self._values.tolist()
-        return StepCounts(total, *map(int, rest))
+        total, norm, *counts = self._values.tolist()
+        taken, first, skipped = map(int, counts)
+        return StepCounts(total, taken, first, skipped, norm)

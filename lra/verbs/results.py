@@ -63,3 +63,21 @@ def results_merge(
 
     for line in merge_runs(file, fields or ()):
         console.print(line)
+
+
+@verb(results_app, "push", "lra.experiments.results.push:PushOptions")
+def results_push(
+    run: Annotated[str, typer.Argument(metavar="<run directory>|checkpoints/<name>")],
+    fields: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="repo=<owner>/<name> [private=true] [revision=<branch>] [license=<id>]"),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what would be uploaded, and where to.")
+    ] = False,
+) -> None:
+    """Upload a finished run to the Hugging Face Hub: weights, configuration, result, curves and a card."""
+    from lra.experiments.results.push import push_run
+
+    for line in push_run(run, fields or (), dry_run):
+        console.print(line)

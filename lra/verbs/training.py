@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,6 +23,7 @@ def fit(fields: Fields = None) -> None:
     """
     with uncollected_imports():
         from lra.training.fit import fit as run
+        from lra.training.remote_loggers import read_links
 
     result = run(*(fields or ()))
     timeline.mark_phase("end of process")
@@ -29,12 +31,18 @@ def fit(fields: Fields = None) -> None:
         print_scores(result)
         folder = result["directory"]
         for what, file in (("checkpoint", "best.ckpt"), ("curves", "metrics.csv"), ("config", "config.yaml")):
-            console.print(f"{what:10} {folder}/{file}")
+            console.print(f"{what:11} {folder}/{file}")
+        if (Path(folder) / "tensorboard").is_dir():
+            console.print(f"{'tensorboard':11} tensorboard --logdir {folder}")
+        for service, there in read_links(Path(folder)).items():
+            console.print(f"{service:11} {there['link']}")
 
 
 @verb(app, parser="lra.training.evaluate:parse_test")
 def test(
-    fields: Annotated[list[str] | None, typer.Argument(metavar="init=<run or checkpoint> [field=value …]")] = None,
+    fields: Annotated[
+        list[str] | None, typer.Argument(metavar="init=<run, checkpoint or hf://owner/name> [field=value …]")
+    ] = None,
 ) -> None:
     """Score a checkpoint on its task's test sets."""
     with uncollected_imports():

@@ -24,6 +24,7 @@ from lra.training.assembly import build_modules
 from lra.training.checkpoints import read_checkpoint
 from lra.training.clock import Clock
 from lra.training.compiling import compile_batched
+from lra.training.curves import read_curves
 from lra.training.engine import CapturedStep
 from lra.training.fit import configure
 from lra.training.optim import SGD, trained_parameters
@@ -66,6 +67,27 @@ def test_filled_up_batches_and_static_buffers_change_nothing(small, monkeypatch,
     request.getfixturevalue("without_graphs")
     static = small("name=static", *PLAIN, *options)
     assert losses(static) == pytest.approx(losses(eager), rel=1e-5)
+
+
+def norms(result: dict[str, Any]) -> list[float]:
+    rows = read_curves(Path(result["directory"], "metrics.csv"))
+    return [float(row["train/grad_norm"]) for row in rows if row["train/grad_norm"]]
+
+
+@pytest.mark.parametrize("clip", ["null", "0.1"])
+def test_static_buffers_have_the_same_norm_of_the_gradient(small, monkeypatch, request, clip):
+    options = (*PLAIN, "batch.micro=3", f"optim.clip={clip}", "trainer.log_grad_norm=true")
+    eager = norms(small("name=eager", *options))
+    request.getfixturevalue("without_graphs")
+    assert norms(small("name=static", *options)) == pytest.approx(eager, rel=1e-4) and len(eager) == 12
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clip", ["null", "0.1"])
+def test_the_captured_norm_of_the_gradient_is_the_eager_one_on_a_gpu(small, clip):
+    options = (*PLAIN, f"optim.clip={clip}", "trainer.log_grad_norm=true", "trainer.accelerator=gpu")
+    eager, captured = (norms(small(f"name={engine}", f"engine={engine}", *options)) for engine in ("eager", "captured"))
+    assert captured == pytest.approx(eager, rel=1e-2) and len(eager) == 12
 
 
 def broken(small, monkeypatch, *args: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from benchmarks.pages import cards, measured
 from lra import environment
 from lra.bench.output import write_measurement
 from lra.errors import UsageError
+from lra.experiments.results.card import format_accuracy
 
 SEED = 1000
 
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str]) -> None:
     for name in given.names:
         result = rescore(name, given.count, given.fields)
         write_measurement(given.out / measured.place(result["environment"]["gpu"]) / f"{name}.json", result)
-        print(f"{name}: {cards.accuracy(result['test'])}", flush=True)
+        print(f"{name}: {format_accuracy(result['test'])}", flush=True)
 
 
 if __name__ == "__main__":
