@@ -78,17 +78,17 @@ def watch_kernels(device: int) -> None:
 
     knobs.runtime.kernel_load_start_hook.add(_before_load)
     for path in Path(triton_cache_dir(device)).glob("*/*.cubin"):
-        _check_binary(path)
+        check_binary(path)
 
 
 def _before_load(module: Any, function: Any, name: str, metadata_group: dict[str, str], hash: str) -> None:
     for file in metadata_group.values():
         if str(file).endswith(".cubin"):
-            _check_binary(Path(file))
+            check_binary(Path(file))
 
 
-def _check_binary(path: Path) -> None:
-    """Raises UsageError if the file is shorter than its header says (ELF-64, "File header")."""
+def check_binary(path: Path) -> None:
+    """Raises UsageError if a file of a GPU's code is shorter than its header says (ELF-64, "File header")."""
     with open(path, "rb") as file:
         header = file.read(ELF_HEADER)
         size = os.fstat(file.fileno()).st_size

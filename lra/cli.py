@@ -20,9 +20,9 @@ from lra.terminal import Terminal, make_visible
 from lra.verbs import training  # the help has the verbs in the order of these imports
 
 # isort: split
-from lra.verbs import bench, data, experiments, listing, results
+from lra.verbs import bench, carrying, data, experiments, listing, results
 
-__all__ = ["app", "bench", "data", "experiments", "listing", "main", "results", "training"]
+__all__ = ["app", "bench", "carrying", "data", "experiments", "listing", "main", "results", "training"]
 
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141  # as shells have it: 128 + SIGINT, 128 + SIGPIPE
 ClickUsageError: Any = typer.BadParameter.__base__  # click's UsageError, which Typer brings along or imports

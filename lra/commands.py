@@ -31,6 +31,8 @@ bench_app = typer.Typer(help="Measure attentions and training steps: speed, memo
 app.add_typer(bench_app, name="bench")
 results_app = typer.Typer(help="Carry results of runs from one machine to another.", no_args_is_help=True)
 app.add_typer(results_app, name="results")
+caches_app = typer.Typer(help="Carry compiled code from one machine to another.", no_args_is_help=True)
+app.add_typer(caches_app, name="caches")
 
 
 def _print_version(asked: bool) -> None:

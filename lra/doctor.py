@@ -31,6 +31,7 @@ def diagnose() -> Iterator[DoctorRow]:
         "platform": _platform,
         "versions": _versions,
         "GPU": _gpus,
+        "compiled code": _compiled,
         "kernels": _kernels,
         "flash-attn": _flash_attn,
         "data": _data,
@@ -80,6 +81,13 @@ def _why_no_gpu() -> str:
     except (RuntimeError, AssertionError) as error:
         return first_line(error)
     return "PyTorch sees no device"
+
+
+def _compiled() -> Iterator[DoctorRow]:
+    from lra.compile_caches import current_device, describe_caches, use_compile_caches
+
+    use_compile_caches(current_device())  # the kernels that run next are kept there
+    yield from describe_caches(current_device())
 
 
 def _kernels() -> Iterator[DoctorRow]:

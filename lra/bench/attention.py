@@ -28,6 +28,7 @@ from lra.bench.presets import (
 from lra.bench.records import AttentionMeasurement, MeasurementFile, round_figure
 from lra.bench.sparse import with_peers
 from lra.bench.timing import PassTime, TimedSteps, clear_gpu, time_passes
+from lra.compile_caches import use_compile_caches
 from lra.config.checks import check_at_most, check_dropout_rate
 from lra.config.options import parse_options, recorded_options, refuse_repeats
 from lra.config.override import parse_overrides
@@ -157,6 +158,7 @@ def measure_cases(
     options: AttentionOptions, device: torch.device, done: Collection[tuple[str, int]] = ()
 ) -> Iterator[list[AttentionMeasurement]]:
     """The records of each case, except for cases whose (attention, N) is in `done`."""
+    use_compile_caches(device)
     small = functools.cache(lambda case: check_small(case, device).worse(check_dropout(case, device)))
     for case in options.cases():
         facts = options.facts(case)

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 import torch
 
 from lra.bench.cases import TORCH_DTYPES
+from lra.compile_caches import use_compile_caches
 from lra.kernels import flash_attention
 from lra.kernels.flash.tuning import block_dim, default_tile, force_tile
 
 
 def main(arguments: Sequence[str]) -> None:
+    use_compile_caches(torch.device("cuda"))
     n, d, heads, batch = map(int, arguments[:4])
     dtype, rows = TORCH_DTYPES[arguments[4]], int(arguments[5])
     q, k, v = (torch.randn(batch, n, heads, d, device="cuda", dtype=dtype) for _ in range(3))

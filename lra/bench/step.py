@@ -18,6 +18,7 @@ from lra.bench.breakdown import breakdown, record_kernels
 from lra.bench.output import open_output
 from lra.bench.records import StepMeasurement, round_figure
 from lra.bench.timing import clear_gpu
+from lra.compile_caches import use_compile_caches
 from lra.config.compose import ComposedConfig
 from lra.config.options import recorded_options, refuse_repeats, split_options
 from lra.config.override import Override, parse_overrides
@@ -134,6 +135,7 @@ def measure_step(args: Sequence[str], progress: Callable[[str], None] = lambda l
 
 def measure_loop(loop: str, composed: ComposedConfig, options: StepOptions, device: torch.device) -> StepMeasurement:
     """The record of one loop. If it has no numbers, `reason` says why."""
+    use_compile_caches(device)
     try:
         return _measure(loop, composed, options, device)
     except UsageError as error:

@@ -12,6 +12,7 @@ import torch
 
 from lra import environment
 from lra.bench.records import session_of
+from lra.compile_caches import use_compile_caches
 from lra.config.options import parse_options, refuse_repeats
 from lra.errors import UsageError, name_error
 from lra.kernels import device
@@ -102,6 +103,7 @@ def tune_tiles(args: Sequence[str], progress: Callable[[Trial], None] = lambda t
     if not torch.cuda.is_available():
         raise UsageError("lra tune measures on a GPU, and PyTorch sees none here: lra doctor says why")
     torch.cuda.init()
+    use_compile_caches(torch.device("cuda"))
     gpu = device.describe_gpu(torch.device("cuda"))
     if gpu.refusal and any(kernel.startswith("hopper_") for kernel in options.kernels):
         raise UsageError(f"Hopper's kernels can't be measured: {gpu.refusal}")

@@ -42,7 +42,7 @@ def cached_njit(function: Callable[..., Any]) -> Callable[..., Any]:
 def _cache() -> str:
     here = Path(__file__).parent
     sources = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(here.rglob("*.py")))).hexdigest()[:16]
-    return str((here / "__pycache__" if os.access(here, os.W_OK) else environment.cache_folder("compiled")) / sources)
+    return str((here / "__pycache__" if os.access(here, os.W_OK) else environment.cache_folder("numba")) / sources)
 
 
 @cached_njit

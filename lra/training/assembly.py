@@ -13,6 +13,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers.logger import Logger
 
 from lra.caches import watch_kernels
+from lra.compile_caches import use_compile_caches
 from lra.config.schema import RunConfig
 from lra.errors import UsageError
 from lra.models.attention.base import Mixer
@@ -145,6 +146,7 @@ def resolve_attention(module: TaskModule, device: torch.device) -> str:
 
 def resolve_engine(module: TaskModule, step: Step, device: torch.device) -> str:
     """Returns the engine of the training steps and prepares it and evaluation. UsageError if it can't run here."""
+    use_compile_caches(device)
     if device.type == "cuda":
         watch_kernels(device.index or 0)
     timeline = recorded_timeline()

@@ -18,12 +18,12 @@ from lra.config.compose import flatten
 from lra.config.model import ModelConfig
 from lra.data.store import vocabulary_hash
 from lra.errors import UsageError, is_disk_failure, system_error
+from lra.files import replace_file
 from lra.tasks import TASKS, versioned_name
 from lra.tasks.base import TaskModule
 from lra.training import leakage, provenance
 from lra.training.hub_weights import fetch_weights, is_hub_address
 from lra.training.provenance import weights_digest
-from lra.training.run_directory import replace_file
 from lra.training.run_files import is_provenance
 
 # fields that change the meaning or the shape of weights

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lra import environment
 from lra.batch import Batch
 from lra.timeline import Timeline
 
@@ -18,7 +16,7 @@ AUTOTUNING = "CachingAutotuner.benchmark_all_configs"  # what PyTorch calls it
 
 
 def compile_batched(function: Callable[[Batch], Tensor], deterministic: bool) -> Callable[[Batch], Tensor]:
-    """Compiles a function. Its kernels are kept in lra's cache, because PyTorch's default, /tmp, is emptied.
+    """Compiles a function.
 
     A function of packed batches is compiled once for all numbers of rows. Its kernels then depend on the first batch
     and on which of several is fastest.
@@ -26,7 +24,6 @@ def compile_batched(function: Callable[[Batch], Tensor], deterministic: bool) ->
     Args:
         deterministic: compile for each shape instead, so that kernels depend on nothing else.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(environment.cache_folder("inductor")))
     if deterministic:
         torch._dynamo.config.recompile_limit = 64  # so many shapes; further ones would not be compiled
         return torch.compile(function, dynamic=False, options={"deterministic": True})

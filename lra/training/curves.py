@@ -13,8 +13,9 @@ from pytorch_lightning.loggers.logger import Logger
 from pytorch_lightning.utilities import rank_zero_only
 
 from lra.errors import UsageError, name_file
+from lra.files import replace_file
 from lra.reading import read_csv
-from lra.training.run_directory import replace_file, write_text
+from lra.training.run_directory import write_text
 
 CURVE_COLUMNS: tuple[str, ...] = ("step", "train/loss", "lr", "val/loss", "val/accuracy")
 GRAD_NORM = "train/grad_norm"  # a column of runs that measure it

@@ -22,6 +22,7 @@ from lra.config.override import Override, parse_overrides
 from lra.config.recipes import read_recipe
 from lra.config.schema import RunConfig
 from lra.errors import UsageError, explain_system_error, is_out_of_memory
+from lra.files import replace_file
 from lra.kernels.library import clear_kernels_run
 from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
@@ -39,7 +40,7 @@ from lra.training.predictions import gather_predictions, write_predictions
 from lra.training.preemption import Preemption
 from lra.training.remote_loggers import watched
 from lra.training.rendezvous import RendezvousError
-from lra.training.run_directory import HARDWARE_FIELDS, PREDICTIONS_FILE, RunDirectory, replace_file
+from lra.training.run_directory import HARDWARE_FIELDS, PREDICTIONS_FILE, RunDirectory
 
 REGISTRIES = {"task": TASKS, "attn": ATTENTIONS}
 RESUME_FIELDS = ("name", "trainer.steps", "trainer.epochs", *HARDWARE_FIELDS)  # they may change when a run resumes

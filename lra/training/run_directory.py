@@ -13,16 +13,17 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import yaml
 
 from lra import environment
 from lra.config.compose import ComposedConfig, list_differences
 from lra.config.schema import LATER_FIELDS, UNSAVED_FIELDS
-from lra.errors import UsageError, explain_system_error, name_file
+from lra.errors import UsageError, explain_system_error
+from lra.files import replace_file
 from lra.tasks import TASKS, versioned_name
 from lra.training.run_files import EndStatus, read_config, read_environments, read_whole_result
 
@@ -288,22 +289,6 @@ def write_text(path: Path, text: str) -> None:
     """Replaces a text file in one step, like `replace_file`."""
     with replace_file(path) as file:
         file.write(text.encode())
-
-
-@contextmanager
-def replace_file(path: Path) -> Iterator[BinaryIO]:
-    """Yields a file that replaces `path` in one step at the end, so that a reader sees the old file or the new one."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with name_file(path):
-            with aside.open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())  # without it a power cut may leave an empty file
-            os.replace(aside, path)
-    finally:
-        with suppress(OSError):  # it is already in place, or could not be opened
-            aside.unlink()
 
 
 def _short(overrides: str) -> str:

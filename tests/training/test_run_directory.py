@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from lra.errors import UsageError
+from lra.files import replace_file
 from lra.training import fit
 from lra.training.run_directory import (
     RunDirectory,
@@ -19,7 +20,6 @@ from lra.training.run_directory import (
     is_claimed,
     is_vacant,
     locked_shared,
-    replace_file,
     time_and_memory,
     write_text,
 )

@@ -7,10 +7,8 @@ Each run is moved under the claim on its directory. So a run that a process work
 
 from __future__ import annotations
 
-import lzma
 import os
 import shutil
-import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,7 +19,8 @@ from typing import Any, Literal
 from lra.config.compose import list_differences
 from lra.config.options import parse_options
 from lra.errors import UsageError, is_disk_full
-from lra.experiments.results.unpack import CHECKPOINT_FILES, SMALL_FILES, is_plain_name, unpack_archive
+from lra.experiments.results.unpack import CHECKPOINT_FILES, SMALL_FILES, unpack_runs
+from lra.files import check_archive_name, is_plain_name, refuse_existing_archive, write_archive
 from lra.training import checkpoints, curves
 from lra.training.predictions import read_predictions
 from lra.training.run_directory import (
@@ -35,11 +34,9 @@ from lra.training.run_directory import (
     is_claimed,
     is_vacant,
     locked_shared,
-    replace_file,
 )
 from lra.training.run_files import END_STATUSES, EndStatus, read_config, read_whole_result
 
-ARCHIVE_ENDING = ".tar.xz"
 # in which order files come to a run's directory, and leave it in reverse: a run cut off there starts over, and the next
 # merge replaces it
 FILE_ORDER = {"config.yaml": -1, "last.ckpt": 1, "result.json": 2}
@@ -55,8 +52,7 @@ class PackOptions:
     checkpoints: Literal["none", "weights", "last", "best", "all"] = "none"
 
     def __post_init__(self) -> None:
-        if not self.out.endswith(ARCHIVE_ENDING):
-            raise UsageError(f"lra results pack needs an out=<file>{ARCHIVE_ENDING}")
+        check_archive_name(self.out, "lra results pack")
 
 
 @dataclass(frozen=True)
@@ -181,8 +177,7 @@ def pack_runs(args: Sequence[str]) -> list[str]:
 
 
 def _pack(folder: Path, out: Path, checkpoints: str, held: ExitStack) -> list[str]:
-    if out.exists():  # it may have checkpoints that are nowhere else any more
-        raise UsageError(f"out={out} is there already: name another file, or remove it first")
+    refuse_existing_archive(out)
     packed, notes = [], []
     for run in _runs(folder):
         names, note = _chosen(run, checkpoints, held)
@@ -192,20 +187,8 @@ def _pack(folder: Path, out: Path, checkpoints: str, held: ExitStack) -> list[st
     if not count:
         why = "; ".join(notes) or "name the folder above <task>/<attn>/<run>"
         raise UsageError(f"runs={folder} has no run that can be packed: {why}")
-    try:
-        with (
-            replace_file(out) as plain,
-            lzma.open(plain, "wb", preset=1) as stream,
-            tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as tar,
-        ):
-            for run, name in packed:
-                with (run.path / name).open("rb") as file:
-                    member = tarfile.TarInfo(f"{run.name}/{name}")
-                    member.size, member.mtime = os.fstat(file.fileno()).st_size, int(os.fstat(file.fileno()).st_mtime)
-                    tar.addfile(member, file)
-    except OSError as error:
-        raise UsageError(f"out={out} can't be written ({error.strerror or error}): name another file") from error
-    return [*notes, f"{count} runs, {len(packed)} files, {max(1, out.stat().st_size // 1000):,} kB: {out}"]
+    size = write_archive(out, ((f"{run.name}/{name}", run.path / name) for run, name in packed))
+    return [*notes, f"{count} runs, {len(packed)} files, {size}"]
 
 
 def merge_runs(file: str | Path, args: Sequence[str] = ()) -> list[str]:
@@ -223,7 +206,7 @@ def merge_runs(file: str | Path, args: Sequence[str] = ()) -> list[str]:
     if not (file.is_file() or released):
         raise UsageError(f"{file} is not a file: name an archive of lra results pack, or a folder of checkpoints/")
     with _staging(folder, file) as staging:
-        (_copy if released else unpack_archive)(file, staging / "new")
+        (_copy if released else unpack_runs)(file, staging / "new")
         arrived = [_checked(run, file) for run in _runs(staging / "new")]
         if not arrived:
             raise UsageError(f"{file} holds no runs: get it again")

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lra import files
 from lra.errors import UsageError
 from lra.experiments.results import unpack
 from lra.experiments.results.archive import merge_runs
@@ -76,7 +77,7 @@ def refuse(file: Path, target: Path, message: str) -> None:
 
 def test_too_many_bytes_are_refused(runs, target, monkeypatch):
     file = target.with_suffix(".xz")
-    monkeypatch.setattr(unpack, "LEAST_LIMIT", 1 << 20)
+    monkeypatch.setattr(files, "LEAST_LIMIT", 1 << 20)
     refuse(
         crafted(file, whole(runs) | {f"{DONE}/best.ckpt": bytes(8 << 20)}), target, "states more bytes than runs have"
     )
