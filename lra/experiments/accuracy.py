@@ -11,8 +11,9 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from lra import environment
 from lra.config.compose import RUN_FIELDS
 from lra.config.options import split_options
 from lra.config.override import Override, parse_overrides
@@ -20,22 +21,26 @@ from lra.errors import UsageError
 from lra.experiments import speed
 from lra.experiments.grid import cells, grid, plan
 from lra.experiments.grid.grid import Cell, Grid
-from lra.experiments.grid.launch import Launch, LaunchOptions
-from lra.experiments.grid.local_launcher import CellStates
-from lra.experiments.grid.slurm import SlurmResources, split_resources
-from lra.experiments.grid.watch import format_others, format_scores
+from lra.experiments.grid.local_launcher import CellStates, LocalLauncher, list_slots
+from lra.experiments.grid.slurm import SlurmLauncher, SlurmResources, parse_resources
+from lra.experiments.grid.watch import GridWatch, format_others, format_scores
 from lra.experiments.reproduction import Reproduction, TextTable, format_tenth, mean_over_common_seeds
 from lra.training.run_directory import FIRST_FAILURE_FILE, LOG_FILE
 
+MOST_RUNS_PER_DEVICE = 64  # each is a process that imports PyTorch
+
 
 @dataclass(frozen=True)
-class GridOptions(LaunchOptions):
+class GridOptions:
     """Which cells run, and where. Every other field is one of `lra fit`, for every cell."""
 
     tasks: tuple[str, ...] | None = None  # columns of the grid; by default those of the paper
     attns: tuple[str, ...] | None = None  # all by default
     seeds: int | None = None  # so many, from 0
     recipe: str | None = None
+    launcher: Literal["local", "slurm"] = "local"
+    devices: int | None = None  # GPUs, all by default; with launcher=slurm tasks of the array that run at once
+    per_device: int = 1  # runs that share a GPU: small ones leave it idle, and one compiles while another trains
     # true: measure steps instead of running cells, other fields are those of speed.Options then; with --dry-run also a
     # file of such measurements
     speed: str | None = None
@@ -43,7 +48,11 @@ class GridOptions(LaunchOptions):
     def __post_init__(self) -> None:
         if self.seeds is not None and self.seeds < 1:
             raise UsageError(f"seeds={self.seeds}: it is how many there are, at least 1")
-        super().__post_init__()
+        if not 1 <= self.per_device <= MOST_RUNS_PER_DEVICE:
+            limit = "at least 1" if self.per_device < 1 else f"at most {MOST_RUNS_PER_DEVICE}"
+            raise UsageError(f"per_device={self.per_device}: it is how many runs share a GPU, {limit}")
+        if self.per_device > 1 and self.launcher == "slurm":
+            raise UsageError("per_device= is for launcher=local: with slurm each run has what slurm.gres= asks for")
 
 
 class GridRequest(NamedTuple):
@@ -61,7 +70,9 @@ def parse_fields(name: str, args: Sequence[str]) -> GridRequest:
     """The request in the arguments of `reproduce`, with every cell composed."""
     table, overrides = grid.read_grid(name), parse_overrides(args)
     options, others = split_options(GridOptions, overrides)
-    asked, fields = split_resources(others, options.launcher)
+    own = [override for override in others if override.field.startswith("slurm.")]
+    fields = [override for override in others if override not in own]
+    asked = parse_resources(own, options.launcher)
     if options.speed == "true":
         return _parse_speed(table, options, asked, [each for each in overrides if each.field != "speed"])
     return GridRequest(table, options, asked, fields, choose_cells(table, options, fields))
@@ -99,11 +110,30 @@ def reproduce(
         return speed.measure_speeds(table, measured, fields, chosen, progress, dry_run)
     if options.speed and not dry_run:
         raise UsageError(f"speed={options.speed}: give speed=true to measure, or a file of it with --dry-run")
-    table, launch = table.under(chosen), Launch(chosen, options, asked)
+    slurm = options.launcher == "slurm"
+    available = [] if slurm else [*list_slots(options.devices)] * options.per_device
+    table = table.under(chosen)
+    wide = max(cell.composed.config.trainer.devices for cell in chosen)
+    most = asked.gpus or wide if slurm else len({*available})
+    if wide > most:
+        more = f", or give slurm.gres=gpu:{wide}" if slurm else ""
+        raise UsageError(f"trainer.devices={wide}, but a cell can have {most} here: lower it{more}")
     if dry_run:
+        states = {cell: cells.cell_state(cell) for cell in cells.with_stages(chosen)}
         alone, command = _measured_alone(table, chosen, options.speed), _measuring_command(table, options, fields)
-        return launch.plan(alone, command)
-    states = launch.run(table, progress)
+        places = options.devices or len(chosen) if slurm else most // wide
+        made = plan.make_plan(states, len(available) if not slurm and wide == 1 else places, places, alone, command)
+        submission = SlurmLauncher(chosen, asked, options.devices).plan() if slurm else []
+        return made._replace(lines=[*made.lines, *submission])
+    environment.warn_unclean()
+    todo = chosen if slurm else cells.with_stages(chosen)  # an array's task runs its cell's stages itself
+    with GridWatch(table, progress) as watch:
+        launcher = (
+            SlurmLauncher(todo, asked, options.devices, watch, watch.say)
+            if slurm
+            else LocalLauncher(todo, available, watch, watch.say)
+        )
+        states = launcher.work()
     return summarise_states(table, states)
 
 

@@ -38,23 +38,6 @@ def reproduce(
     print_measured(report.tables, report.lines, report.wrong)
 
 
-@verb(app, parser="lra.experiments.sweep:parse_sweep")
-def sweep(
-    fields: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="task=… attn=… field=value[,value …] [seed=0,1,…] [launcher=slurm] [out=<file>.csv]"),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only print what is there, what is left and how long that takes.")
-    ] = False,
-) -> None:
-    """Train all combinations of some fields' values, and list them by validation accuracy."""
-    from lra.experiments.sweep import sweep as run
-
-    report = run(fields or (), progress=console.print, dry_run=dry_run)
-    print_measured(report.tables, report.lines, report.wrong)
-
-
 @verb(app, parser="lra.experiments:parse_report")
 def report(
     fields: Annotated[

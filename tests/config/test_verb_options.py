@@ -45,14 +45,16 @@ def named(value: Any) -> str:
 
 
 def users(cls: type) -> list[ast.Module]:
-    """The modules of the class and of those that it extends, and what imports from them or imports them."""
-    modules = {base.__module__ for base in cls.__mro__ if dataclasses.is_dataclass(base)}
+    """The class's module, and those that import from it or import it."""
+    package, _, module = cls.__module__.rpartition(".")
     found = []
     for file, tree in TREES.items():
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-        own = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) in modules
-        named = (f"{node.module}.{each.name}" for node in imports for each in node.names)
-        if own or modules & {node.module for node in imports} or modules & {*named}:
+        own = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) == cls.__module__
+        if own or any(
+            node.module == cls.__module__ or (node.module == package and module in [each.name for each in node.names])
+            for node in imports
+        ):
             found.append(tree)
     return found
 

@@ -22,7 +22,7 @@ from lra.cli import app
 from lra.config.options import parse_options
 from lra.errors import UsageError
 from lra.experiments import accuracy
-from lra.experiments.grid import grid, launch, local_launcher, watch
+from lra.experiments.grid import grid, local_launcher, watch
 from lra.experiments.grid.cells import CellState
 from lra.experiments.grid.grid import Cell
 from lra.experiments.grid.local_launcher import LocalLauncher
@@ -46,7 +46,7 @@ def stubbed(monkeypatch):
     def use(*does: str, args=("tasks=listops", "attns=flash,standard", "seeds=2", "recipe=demo")):
         options = parse_options(accuracy.GridOptions, args)
         todo = accuracy.choose_cells(grid.read_grid("table3"), options, ())
-        monkeypatch.setattr(launch, "LocalLauncher", functools.partial(LocalLauncher, command=stub(todo, *does)))
+        monkeypatch.setattr(accuracy, "LocalLauncher", functools.partial(LocalLauncher, command=stub(todo, *does)))
         return todo, args
 
     return use

@@ -46,11 +46,6 @@ class CellState:
         """Accuracy on the test set of a run that is done."""
         return self.result["test"]["accuracy"] if self.result and self.status == "done" else None
 
-    @property
-    def validation(self) -> float | None:
-        """Best accuracy on the validation set of a run that is done."""
-        return self.result["val"]["accuracy"] if self.result and self.status == "done" else None
-
     def __str__(self) -> str:
         if self.status == "done":
             return f"done, test accuracy {100 * (self.accuracy or 0.0):.2f}%"

@@ -50,10 +50,6 @@ class SlurmResources:
     gres: str | None = "gpu:1"
     cpus: int | None = None
     mem: str | None = None  # as sbatch takes it: 32G
-    qos: str | None = None  # quality of service
-    constraint: str | None = None  # features of the nodes: h100
-    exclude: str | None = None  # nodes that are not used: gpu07,gpu[11-12]
-    setup: str | None = None  # shell line that each job runs first: module load cuda
 
     def __post_init__(self) -> None:
         for name in ("time", "cpus"):
@@ -69,16 +65,12 @@ class SlurmResources:
         return sum(int(count or 1) for count in counts) or None
 
 
-def split_resources(args: Sequence[Override], launcher: str) -> tuple[SlurmResources, list[Override]]:
-    """The resources in the arguments `slurm.<field>=`, and the other arguments.
-
-    UsageError if a resource is unknown, or the launcher is another.
-    """
-    own = [override for override in args if override.field.startswith("slurm.")]
-    if own and launcher != "slurm":
-        raise UsageError(f"{own[0]} needs launcher=slurm: add that, or leave it out")
-    bare = [Override(override.field.removeprefix("slurm."), override.text) for override in own]
-    return parse_options(SlurmResources, bare, "slurm: "), [override for override in args if override not in own]
+def parse_resources(args: Sequence[Override], launcher: str) -> SlurmResources:
+    """The resources in the arguments `slurm.<field>=`. UsageError if one is unknown, or the launcher is another."""
+    if args and launcher != "slurm":
+        raise UsageError(f"{args[0]} needs launcher=slurm: add that, or leave it out")
+    own = [Override(override.field.removeprefix("slurm."), override.text) for override in args]
+    return parse_options(SlurmResources, own, "slurm: ")
 
 
 @dataclass(frozen=True)
@@ -208,10 +200,7 @@ class SlurmLauncher:
         except OSError as error:
             raise UsageError(f"cannot write to {SLURM_FOLDER} ({error.strerror}): start in another folder") from None
         own, cpus = self.resources, self.resources.cpus
-        asked = {
-            "partition": own.partition, "account": own.account, "gres": own.gres, "mem": own.mem, "qos": own.qos,
-            "constraint": own.constraint, "exclude": own.exclude, "setup": [own.setup] if own.setup else None,
-        }  # fmt: skip
+        asked = {"partition": own.partition, "account": own.account, "gres": own.gres, "mem": own.mem}
         executor.update_parameters(
             **{name: value for name, value in asked.items() if value is not None},
             # srun does not take over what sbatch was given

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
@@ -22,8 +21,6 @@ from lra.terminal import Terminal
 from lra.training.output import format_duration
 from lra.training.run_directory import RUNS_FOLDER, write_text
 
-Score = Callable[[CellState], float | None]  # a share
-TEST_ACCURACY: Score = operator.attrgetter("accuracy")
 FILE_S = 3.0  # between two versions of the text file
 
 
@@ -77,14 +74,9 @@ class GridWatch:
         grid: the table; the text file is `checkpoints/<name>.txt`.
         say: is called with a line for each change of a cell's state, unless the terminal shows the table.
         console: the table is drawn there, if it is a terminal.
-        score: what is shown of a cell that is done.
     """
 
-    def __init__(
-        self, grid: Grid, say: Callable[[str], None], console: Console | None = None,
-        score: Score = TEST_ACCURACY,
-    ):  # fmt: skip
-        self.score = score
+    def __init__(self, grid: Grid, say: Callable[[str], None], console: Console | None = None):
         self.console = console or Terminal()
         self.live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
         self.file, self.title = RUNS_FOLDER.parent / f"{grid.name}.txt", f"{grid.name}: {grid.about}"
@@ -140,7 +132,7 @@ class GridWatch:
     def _text(self, states: CellStates, column: str, attn: str) -> str:
         """The mean of the seeds that are done, a line for each that runs, and the other states."""
         own = {cell: state for cell, state in states.items() if (cell.column, cell.attn) == (column, attn)}
-        lines = [format_scores(own.values(), self.score)]
+        lines = [format_scores(own.values())]
         if lines[0] and len(own) > 1:
             lines[0] += f" ({sum(state.status == 'done' for state in own.values())} of {len(own)})"
         for cell, state in own.items():
@@ -164,13 +156,11 @@ class GridWatch:
             self.failing = True
 
 
-def format_scores(states: Iterable[CellState], score: Score = TEST_ACCURACY) -> str:
-    """Mean score of the done cells in %, by default of test, with the standard deviation if there are several.
-
-    Empty if none is done.
+def format_scores(states: Iterable[CellState]) -> str:
+    """Mean test accuracy of the done cells in %, with the standard deviation if there are several; empty if none is
+    done.
     """
-    found = map(score, states)
-    return format_mean_std([100 * each for each in found if each is not None], 2)
+    return format_mean_std([100 * state.accuracy for state in states if state.accuracy is not None], 2)
 
 
 def format_others(states: CellStates, named: Sequence[str]) -> str:

@@ -71,14 +71,11 @@ def test_what_is_left_is_submitted_as_one_array(here):
     made(todo[0], "finished")
     made(todo[1], "oom")
     said: list[str] = []
-    more = {"qos": "long", "constraint": "h100", "exclude": "gpu07", "setup": "module load cuda"}
-    states = ends(array(todo, said, 1, partition="gpu", cpus=4, mem="32G", account="me", time=90, **more))
+    states = ends(array(todo, said, 1, partition="gpu", cpus=4, mem="32G", account="me", time=90))
     assert [state.status for state in states.values()] == ["done", "OOM", "open", "open"]
     script = set(Path("script").read_text().splitlines())
     asked = {"array=0-1%1", "partition=gpu", "cpus-per-task=4", "mem=32G", "account=me", "time=90", "gres=gpu:1"}
-    asked |= {"qos=long", "constraint=h100", "exclude=gpu07"}
     assert {f"#SBATCH --{flag}" for flag in asked | {"requeue", "signal=USR2@90"}} <= script
-    assert "module load cuda" in script
     (line,) = (line for line in script if line.startswith("srun"))
     assert "--cpus-per-task=4" in line
     assert json.loads((SLURM_FOLDER / "1.json").read_text()) == {
@@ -164,8 +161,7 @@ def test_the_command_plans_and_submits(here):
     assert report.lines[1] == "2 remain to be run; slots: 1"
     assert report.lines[-1] == (
         "would be submitted: an array of 2 tasks, at most 1 at once, each with slurm.partition=null "
-        "slurm.account=null slurm.time=1440 slurm.gres=null slurm.cpus=null slurm.mem=null slurm.qos=null "
-        "slurm.constraint=null slurm.exclude=null slurm.setup=null"
+        "slurm.account=null slurm.time=1440 slurm.gres=null slurm.cpus=null slurm.mem=null"
     )
     assert sorted(here.rglob("*")) == before
     (here / "bin/squeue").write_text("#!/bin/sh\n")  # all tasks have left the queue
