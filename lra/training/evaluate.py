@@ -12,7 +12,7 @@ import pytorch_lightning as pl
 
 from lra.config.compose import restore
 from lra.config.override import Override, parse_overrides
-from lra.config.schema import UNSAVED_FIELDS, RunConfig
+from lra.config.schema import RunConfig
 from lra.errors import UsageError, is_out_of_memory
 from lra.tasks.base import TaskModule
 from lra.training import checkpoints, result, transfer
@@ -30,7 +30,7 @@ from lra.training.step import Step
 
 # fields that, like those of optim and augment, change no score of trained weights
 TRAINING_ONLY_FIELDS = (
-    "name", *UNSAVED_FIELDS, "model.dropout", "model.attn_dropout", "model.embedding_std", "batch.size",
+    "name", "resume", "draws", "logger", "trainer.log_grad_norm", "model.dropout", "model.attn_dropout", "model.embedding_std", "batch.size",
     "batch.micro", "trainer.steps", "trainer.eval_every", "trainer.log_every", "trainer.on_nan",
     "trainer.average", "trainer.average_decay", "trainer.average_share",
     "trainer.patience", "trainer.epochs",
