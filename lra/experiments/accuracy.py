@@ -11,9 +11,8 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from lra import environment
 from lra.config.compose import RUN_FIELDS
 from lra.config.options import split_options
 from lra.config.override import Override, parse_overrides
@@ -21,26 +20,21 @@ from lra.errors import UsageError
 from lra.experiments import speed
 from lra.experiments.grid import cells, grid, plan
 from lra.experiments.grid.grid import Cell, Grid
-from lra.experiments.grid.local_launcher import CellStates, LocalLauncher, list_slots
-from lra.experiments.grid.slurm import SlurmLauncher, SlurmResources, parse_resources
+from lra.experiments.grid.launch import Launch, LaunchOptions, describe_unfinished, split_launch_options
+from lra.experiments.grid.local_launcher import CellStates
+from lra.experiments.grid.slurm import SlurmResources
 from lra.experiments.grid.watch import GridWatch, format_others, format_scores
 from lra.experiments.reproduction import Reproduction, TextTable, format_tenth, mean_over_common_seeds
-from lra.training.run_directory import FIRST_FAILURE_FILE, LOG_FILE
-
-MOST_RUNS_PER_DEVICE = 64  # each is a process that imports PyTorch
 
 
 @dataclass(frozen=True)
-class GridOptions:
+class GridOptions(LaunchOptions):
     """Which cells run, and where. Every other field is one of `lra fit`, for every cell."""
 
     tasks: tuple[str, ...] | None = None  # columns of the grid; by default those of the paper
     attns: tuple[str, ...] | None = None  # all by default
     seeds: int | None = None  # so many, from 0
     recipe: str | None = None
-    launcher: Literal["local", "slurm"] = "local"
-    devices: int | None = None  # GPUs, all by default; with launcher=slurm tasks of the array that run at once
-    per_device: int = 1  # runs that share a GPU: small ones leave it idle, and one compiles while another trains
     # true: measure steps instead of running cells, other fields are those of speed.Options then; with --dry-run also a
     # file of such measurements
     speed: str | None = None
@@ -48,11 +42,7 @@ class GridOptions:
     def __post_init__(self) -> None:
         if self.seeds is not None and self.seeds < 1:
             raise UsageError(f"seeds={self.seeds}: it is how many there are, at least 1")
-        if not 1 <= self.per_device <= MOST_RUNS_PER_DEVICE:
-            limit = "at least 1" if self.per_device < 1 else f"at most {MOST_RUNS_PER_DEVICE}"
-            raise UsageError(f"per_device={self.per_device}: it is how many runs share a GPU, {limit}")
-        if self.per_device > 1 and self.launcher == "slurm":
-            raise UsageError("per_device= is for launcher=local: with slurm each run has what slurm.gres= asks for")
+        super().__post_init__()
 
 
 class GridRequest(NamedTuple):
@@ -69,10 +59,7 @@ class GridRequest(NamedTuple):
 def parse_fields(name: str, args: Sequence[str]) -> GridRequest:
     """The request in the arguments of `reproduce`, with every cell composed."""
     table, overrides = grid.read_grid(name), parse_overrides(args)
-    options, others = split_options(GridOptions, overrides)
-    own = [override for override in others if override.field.startswith("slurm.")]
-    fields = [override for override in others if override not in own]
-    asked = parse_resources(own, options.launcher)
+    options, asked, fields = split_launch_options(GridOptions, overrides)
     if options.speed == "true":
         return _parse_speed(table, options, asked, [each for each in overrides if each.field != "speed"])
     return GridRequest(table, options, asked, fields, choose_cells(table, options, fields))
@@ -110,31 +97,10 @@ def reproduce(
         return speed.measure_speeds(table, measured, fields, chosen, progress, dry_run)
     if options.speed and not dry_run:
         raise UsageError(f"speed={options.speed}: give speed=true to measure, or a file of it with --dry-run")
-    slurm = options.launcher == "slurm"
-    available = [] if slurm else [*list_slots(options.devices)] * options.per_device
-    table = table.under(chosen)
-    wide = max(cell.composed.config.trainer.devices for cell in chosen)
-    most = asked.gpus or wide if slurm else len({*available})
-    if wide > most:
-        more = f", or give slurm.gres=gpu:{wide}" if slurm else ""
-        raise UsageError(f"trainer.devices={wide}, but a cell can have {most} here: lower it{more}")
+    table, launch = table.under(chosen), Launch(chosen, options, asked)
     if dry_run:
-        states = {cell: cells.cell_state(cell) for cell in cells.with_stages(chosen)}
-        alone, command = _measured_alone(table, chosen, options.speed), _measuring_command(table, options, fields)
-        places = options.devices or len(chosen) if slurm else most // wide
-        made = plan.make_plan(states, len(available) if not slurm and wide == 1 else places, places, alone, command)
-        submission = SlurmLauncher(chosen, asked, options.devices).plan() if slurm else []
-        return made._replace(lines=[*made.lines, *submission])
-    environment.warn_unclean()
-    todo = chosen if slurm else cells.with_stages(chosen)  # an array's task runs its cell's stages itself
-    with GridWatch(table, progress) as watch:
-        launcher = (
-            SlurmLauncher(todo, asked, options.devices, watch, watch.say)
-            if slurm
-            else LocalLauncher(todo, available, watch, watch.say)
-        )
-        states = launcher.work()
-    return summarise_states(table, states)
+        return launch.plan(_measured_alone(table, chosen, options.speed), _measuring_command(table, options, fields))
+    return summarise_states(table, launch.work(GridWatch(table.name, table.about, progress)))
 
 
 def choose_cells(table: Grid, options: GridOptions, fields: Sequence[str | Override]) -> list[Cell]:
@@ -185,16 +151,10 @@ def _measuring_command(table: Grid, options: GridOptions, fields: Sequence[Overr
 
 def summarise_states(table: Grid, states: CellStates) -> Reproduction:
     """The table of accuracies, and a line for each cell that it lacks, with the reason."""
-    lines = [table.cited, cells.count_states(states.values())]
-    for cell, state in states.items():
-        path, log = cell.directory.path, cell.directory.path / LOG_FILE
-        if state.status == "failed":
-            lines.append(f"{cell}: {state}; tracebacks in {path}: remove {FIRST_FAILURE_FILE} there to try again")
-        elif state.status != "done":
-            ended = state.status in ("interrupted", "refused", "open") and log.exists()
-            lines.append(f"{cell}: {state}" + (f"; see {log}" if ended else ""))
-    wrong = any(not state.final or state.status in ("failed", "refused") for state in states.values())
-    return Reproduction([accuracy_table(table, states)], lines, wrong)
+    lines, wrong = describe_unfinished(states)
+    return Reproduction(
+        [accuracy_table(table, states)], [table.cited, cells.count_states(states.values()), *lines], wrong
+    )
 
 
 def accuracy_table(table: Grid, states: CellStates) -> TextTable:

@@ -30,7 +30,8 @@ from lra.training.step import Step
 
 # fields that, like those of optim and augment, change no score of trained weights
 TRAINING_ONLY_FIELDS = (
-    "name", "resume", "draws", "logger", "trainer.log_grad_norm", "model.dropout", "model.attn_dropout", "model.embedding_std", "batch.size",
+    "name", "resume", "draws", "logger", "trainer.log_grad_norm",
+    "model.dropout", "model.attn_dropout", "model.embedding_std", "batch.size",
     "batch.micro", "trainer.steps", "trainer.eval_every", "trainer.log_every", "trainer.on_nan",
     "trainer.average", "trainer.average_decay", "trainer.average_share",
     "trainer.patience", "trainer.epochs",

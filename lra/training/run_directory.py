@@ -46,7 +46,7 @@ class RunDirectory:
     def __init__(self, composed: ComposedConfig):
         run = composed.config
         self.overrides = [str(override) for override in composed.overrides if override.field not in UNNAMED_FIELDS]
-        middle = run.name or "+".join([run.recipe, *([_short(",".join(self.overrides))] if self.overrides else [])])
+        middle = run.name or "+".join([run.recipe, *([short_name(",".join(self.overrides))] if self.overrides else [])])
         self.path = RUNS_FOLDER / run.task.name / run.attn.name / f"{middle}-s{run.seed}"
         self.best, self.last = self.path / "best.ckpt", self.path / "last.ckpt"
         self.weights, self.curves = self.path / "model.safetensors", self.path / CURVES_FILE
@@ -291,6 +291,7 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def _short(overrides: str) -> str:
+def short_name(overrides: str) -> str:
+    """The part of a folder's or file's name that says these overrides. A long one ends with a hash of all of them."""
     plain = overrides.replace("/", "_").replace(" ", "")
     return plain if len(plain) <= 100 else f"{plain[:80]}~{hashlib.sha256(plain.encode()).hexdigest()[:8]}"

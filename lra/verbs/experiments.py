@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 
 from lra.commands import app, verb
+from lra.completion import complete_fields
 from lra.errors import UsageError
 from lra.printing import console, print_measured
 
@@ -35,6 +36,30 @@ def reproduce(
     if dry_run and "dry_run" not in inspect.signature(run).parameters:
         raise UsageError(f"lra reproduce {fields[0]} has no --dry-run: leave it out")
     report = run(fields[1:], progress=console.print, **({"dry_run": True} if dry_run else {}))
+    print_measured(report.tables, report.lines, report.wrong)
+
+
+@verb(app, parser="lra.experiments.sweep:parse_sweep")
+def sweep(
+    fields: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="task=… attn=… [recipe=…] [field=value,value …] [seed=0,1,…] [launcher=local|slurm] [out=<folder>]",
+            help="Any field of lra fit, with one value or several.",
+            autocompletion=complete_fields,
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what is there, what is left and how long that takes.")
+    ] = False,
+) -> None:
+    """Train with every combination of several values of fields; best by validation first.
+
+    Each run is one of lra fit, in its own folder: the same command again finishes what is left.
+    """  # fmt: skip
+    from lra.experiments.sweep import sweep as run
+
+    report = run(fields or (), progress=console.print, dry_run=dry_run)
     print_measured(report.tables, report.lines, report.wrong)
 
 

@@ -45,17 +45,18 @@ def named(value: Any) -> str:
 
 
 def users(cls: type) -> list[ast.Module]:
-    """The class's module, and those that import from it or import it."""
-    package, _, module = cls.__module__.rpartition(".")
+    """The modules of the class and of its bases, and those that import from these or import these."""
     found = []
-    for file, tree in TREES.items():
-        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-        own = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) == cls.__module__
-        if own or any(
-            node.module == cls.__module__ or (node.module == package and module in [each.name for each in node.names])
-            for node in imports
-        ):
-            found.append(tree)
+    for name in {each.__module__ for each in cls.__mro__}:
+        package, _, module = name.rpartition(".")
+        for file, tree in TREES.items():
+            imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+            own = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) == name
+            if own or any(
+                node.module == name or (node.module == package and module in [each.name for each in node.names])
+                for node in imports
+            ):
+                found.append(tree)
     return found
 
 

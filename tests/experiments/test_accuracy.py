@@ -22,7 +22,7 @@ from lra.cli import app
 from lra.config.options import parse_options
 from lra.errors import UsageError
 from lra.experiments import accuracy
-from lra.experiments.grid import grid, local_launcher, watch
+from lra.experiments.grid import grid, launch, local_launcher, watch
 from lra.experiments.grid.cells import CellState
 from lra.experiments.grid.grid import Cell
 from lra.experiments.grid.local_launcher import LocalLauncher
@@ -46,7 +46,7 @@ def stubbed(monkeypatch):
     def use(*does: str, args=("tasks=listops", "attns=flash,standard", "seeds=2", "recipe=demo")):
         options = parse_options(accuracy.GridOptions, args)
         todo = accuracy.choose_cells(grid.read_grid("table3"), options, ())
-        monkeypatch.setattr(accuracy, "LocalLauncher", functools.partial(LocalLauncher, command=stub(todo, *does)))
+        monkeypatch.setattr(launch, "LocalLauncher", functools.partial(LocalLauncher, command=stub(todo, *does)))
         return todo, args
 
     return use
@@ -254,7 +254,7 @@ def test_the_pace_of_a_run_that_went_back_begins_there():
 def test_a_terminal_is_redrawn_and_gets_no_lines(here):
     (one, two), said = cells(), []
     terminal = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
-    with GridWatch(GRID, said.append, terminal) as view:
+    with GridWatch(GRID.name, GRID.about, said.append, terminal) as view:
         view({one: CellState("running"), two: CellState("running elsewhere")})
         view({one: CellState("failed", {"error": "x"}, True), two: CellState("interrupted")})
     text = terminal.file.getvalue()  # type: ignore[attr-defined]
@@ -266,7 +266,7 @@ def test_a_text_file_that_cannot_be_written_stops_nothing(here, monkeypatch):
     monkeypatch.setattr(watch, "FILE_S", 0.0)
     (here / "checkpoints").write_text("")
     (cell,), said = cells(1), []
-    with GridWatch(GRID, said.append) as view:
+    with GridWatch(GRID.name, GRID.about, said.append) as view:
         view({cell: CellState("open")})
         view({cell: CellState("open")})
     assert said == ["cells: 1, 1 open", "checkpoints/small.txt can't be written: File exists"]

@@ -16,6 +16,7 @@ from lra.training.run_directory import FIRST_FAILURE_FILE, HARDWARE_FIELDS, had_
 from lra.training.run_files import EndStatus, read_config, read_result
 
 CellStatus = Literal["done", "OOM", "failed", "running", "running elsewhere", "interrupted", "refused", "open"]
+ScoredSplit = Literal["test", "val"]  # whose accuracy is shown: test reports, validation chooses
 STATUS_OF_END: dict[EndStatus, CellStatus] = {"finished": "done", "oom": "OOM", "failed": "failed"}
 
 
@@ -44,11 +45,23 @@ class CellState:
     @property
     def accuracy(self) -> float | None:
         """Accuracy on the test set of a run that is done."""
-        return self.result["test"]["accuracy"] if self.result and self.status == "done" else None
+        return self.scored("test")
+
+    def scored(self, split: ScoredSplit) -> float | None:
+        """Accuracy of a run that is done: on the test set, or the best on the validation set.
+
+        None for other runs, and for results without that of validation.
+        """
+        return self.result.get(split, {}).get("accuracy") if self.result and self.status == "done" else None
 
     def __str__(self) -> str:
+        return self.describe()
+
+    def describe(self, split: ScoredSplit = "test") -> str:
+        """The state in words. A run that is done is said with its accuracy on this split."""
         if self.status == "done":
-            return f"done, test accuracy {100 * (self.accuracy or 0.0):.2f}%"
+            shown = {"test": "test", "val": "validation"}[split]
+            return f"done, {shown} accuracy {100 * (self.scored(split) or 0.0):.2f}%"
         if self.status in ("failed", "OOM", "refused"):
             error = str((self.result or {}).get("error", "")).partition("\n")[0]
             again = " twice" if self.status == "failed" else ""

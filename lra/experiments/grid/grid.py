@@ -46,9 +46,9 @@ class Column:
 
 
 @functools.cache
-def _composed(args: tuple[Override, ...]) -> ComposedConfig:
-    """A composed configuration. It is cached, as cells share stages."""
-    return configure(args, lambda start: str(RunDirectory(_composed(start)).path))
+def compose_once(args: tuple[Override, ...]) -> ComposedConfig:
+    """A composed configuration. It is cached, as cells share stages; a command that makes cells clears the cache."""
+    return configure(args, lambda start: str(RunDirectory(compose_once(start)).path))
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Cell:
 
     @property
     def composed(self) -> ComposedConfig:
-        return _composed(self.args)
+        return compose_once(self.args)
 
     @functools.cached_property
     def directory(self) -> RunDirectory:
@@ -73,7 +73,7 @@ class Cell:
         """The runs that the recipe puts before this one, the first of all first."""
         if self.composed.start is None:
             return ()
-        attn = _composed(self.composed.start).config.attn.name
+        attn = compose_once(self.composed.start).config.attn.name
         before = Cell(self.column, attn, self.seed, self.composed.start)
         chain = (*before.stages, before)
         return tuple(replace(cell, column=f"{self.column} stage {i}") for i, cell in enumerate(chain, 1))
@@ -177,7 +177,7 @@ class Grid:
                 raise UsageError(f"{override} can't be one for every cell: give {mend}")
         if seeds is not None and seeds > MOST_SEEDS:
             raise UsageError(f"seeds={seeds}: it is how many there are, at most {MOST_SEEDS}")
-        _composed.cache_clear()  # recipes may have changed since the last grid
+        compose_once.cache_clear()  # recipes may have changed since the last grid
         columns = columns or self.together()
         for kind, asked, known in (("task", columns, self.columns), ("attention", attns or (), ATTENTIONS.catalogue())):
             for name in asked:

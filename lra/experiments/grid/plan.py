@@ -11,7 +11,7 @@ from typing import Any
 
 from lra.config.compose import RUN_FIELDS, list_differences
 from lra.experiments.grid import cells
-from lra.experiments.grid.cells import CellState
+from lra.experiments.grid.cells import CellState, ScoredSplit
 from lra.experiments.grid.grid import EQUIVALENT_TASK_FIELDS, Cell
 from lra.experiments.grid.local_launcher import CellStates
 from lra.experiments.reproduction import Reproduction
@@ -23,7 +23,8 @@ from lra.training.run_files import read_result
 # fields that don't change what a step takes
 FIELDS_WITHOUT_PACE = (
     "seed", *RUN_FIELDS, *EQUIVALENT_TASK_FIELDS, "trainer.steps", "trainer.epochs", "trainer.eval_every",
-    "trainer.log_every", "trainer.patience",
+    "trainer.log_every", "trainer.patience", "optim.lr", "optim.eps", "optim.weight_decay",
+    "optim.schedule", "optim.warmup", "optim.cooldown", "optim.cooldown_to",
 )  # fmt: skip
 
 
@@ -41,7 +42,9 @@ class MeasuredSpeeds:
         return next((pace for config, pace in self.paces if _takes_the_same(config, cell)), None)
 
 
-def make_plan(states: CellStates, slots: int, places: int, alone: MeasuredSpeeds, command: str = "") -> Reproduction:
+def make_plan(
+    states: CellStates, slots: int, places: int, alone: MeasuredSpeeds, command: str = "", split: ScoredSplit = "test"
+) -> Reproduction:
     """The cells, and the time of training that is left, by their steps per second.
 
     These come from finished runs that had their GPU to themselves; else from what was measured alone; else from runs
@@ -53,6 +56,7 @@ def make_plan(states: CellStates, slots: int, places: int, alone: MeasuredSpeeds
         places: how many run at once if each has its GPUs to itself. Runs that share a GPU are slower by as much.
         alone: what was measured of cells.
         command: measures what is missing; empty if no command does.
+        split: whose accuracy is shown.
     """
     paces: dict[tuple[str, str], tuple[float, str] | None] = {}
     rows: list[list[str]] = []
@@ -74,7 +78,7 @@ def make_plan(states: CellStates, slots: int, places: int, alone: MeasuredSpeeds
                 (times if cell in left else elsewhere)[cell.directory.path] = seconds
                 if cell in left:
                     sources[source] = None
-        rows.append([cell.column, cell.attn, str(cell.seed), str(state), text, str(cell.directory.path)])
+        rows.append([cell.column, cell.attn, str(cell.seed), state.describe(split), text, str(cell.directory.path)])
     lines = [cells.count_states(states.values()), f"{len(left)} remain to be run; slots: {slots}"]
     if times:
         # one run is in one place, and a chain of stages one after the other

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -50,6 +51,10 @@ class SlurmResources:
     gres: str | None = "gpu:1"
     cpus: int | None = None
     mem: str | None = None  # as sbatch takes it: 32G
+    qos: str | None = None
+    constraint: str | None = None  # features of nodes, as sbatch takes them: "h200|h100"
+    exclude: str | None = None  # nodes, as sbatch takes them: node[1-3],node7
+    setup: str | None = None  # lines of shell that run before lra in each job: "module load cuda; source env.sh"
 
     def __post_init__(self) -> None:
         for name in ("time", "cpus"):
@@ -165,7 +170,9 @@ class SlurmLauncher:
         if not (new := self._new(tasks)):
             return [*lines, "nothing would be submitted"]
         asked = dataclasses.asdict(self.resources).items()
-        shown = " ".join(f"slurm.{name}={'null' if value is None else value}" for name, value in asked)
+        shown = " ".join(
+            f"slurm.{name}={'null' if value is None else shlex.quote(str(value))}" for name, value in asked
+        )
         many = f"an array of {len(new)} tasks, at most {min(self.most or len(new), len(new))} at once"
         lines.append(f"would be submitted: {many}, each with {shown}")
         try:
@@ -200,7 +207,10 @@ class SlurmLauncher:
         except OSError as error:
             raise UsageError(f"cannot write to {SLURM_FOLDER} ({error.strerror}): start in another folder") from None
         own, cpus = self.resources, self.resources.cpus
-        asked = {"partition": own.partition, "account": own.account, "gres": own.gres, "mem": own.mem}
+        asked = {
+            "partition": own.partition, "account": own.account, "gres": own.gres, "mem": own.mem, "qos": own.qos,
+            "constraint": own.constraint, "exclude": own.exclude, "setup": own.setup and own.setup.splitlines(),
+        }  # fmt: skip
         executor.update_parameters(
             **{name: value for name, value in asked.items() if value is not None},
             # srun does not take over what sbatch was given

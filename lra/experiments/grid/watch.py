@@ -13,8 +13,8 @@ from rich.live import Live
 from rich.table import Table
 
 from lra.experiments.grid import cells
-from lra.experiments.grid.cells import CellState
-from lra.experiments.grid.grid import Cell, Grid
+from lra.experiments.grid.cells import CellState, ScoredSplit
+from lra.experiments.grid.grid import Cell
 from lra.experiments.grid.local_launcher import CellStates
 from lra.experiments.reproduction import format_mean_std
 from lra.terminal import Terminal
@@ -71,15 +71,28 @@ class GridWatch:
     """Shows the states that it is called with. It is a context manager.
 
     Args:
-        grid: the table; the text file is `checkpoints/<name>.txt`.
+        name: what runs; the text file is `checkpoints/<name>.txt`.
+        about: what that is, for the title.
         say: is called with a line for each change of a cell's state, unless the terminal shows the table.
         console: the table is drawn there, if it is a terminal.
+        split: whose accuracy is shown.
+        upright: a row for each column of the cells, and a column for each attention.
     """
 
-    def __init__(self, grid: Grid, say: Callable[[str], None], console: Console | None = None):
+    def __init__(
+        self,
+        name: str,
+        about: str,
+        say: Callable[[str], None],
+        console: Console | None = None,
+        split: ScoredSplit = "test",
+        upright: bool = False,
+    ):
         self.console = console or Terminal()
         self.live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
-        self.file, self.title = RUNS_FOLDER.parent / f"{grid.name}.txt", f"{grid.name}: {grid.about}"
+        self.file, self.title = RUNS_FOLDER.parent / f"{name}.txt", f"{name}: {about}"
+        self.split: ScoredSplit = split
+        self.upright = upright
         self.say = self.console.print if self.live else say  # above the table
         self.paces: dict[Cell, RunPace] = {}
         self.seen: CellStates = {}
@@ -118,21 +131,22 @@ class GridWatch:
             self.say(cells.count_states(states.values()))
         for cell, state in states.items():
             if self.seen and self.seen[cell] != state:
-                self.say(f"{cell}: {state}")
+                self.say(f"{cell}: {state.describe(self.split)}")
 
     def _table(self, states: CellStates) -> Group:
         counted = f"{cells.count_states(states.values())}; {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}"
         columns, attns = (tuple(dict.fromkeys(getattr(c, name) for c in states)) for name in ("column", "attn"))
-        table = Table("attention", *columns, show_lines=True)
-        for attn in attns:
-            table.add_row(attn, *(self._text(states, column, attn) for column in columns))
+        table = Table(*(("setting", *attns) if self.upright else ("attention", *columns)), show_lines=True)
+        for row in columns if self.upright else attns:
+            cell = [(row, attn) for attn in attns] if self.upright else [(column, row) for column in columns]
+            table.add_row(row, *(self._text(states, *place) for place in cell))
         refusals = dict.fromkeys(str(state) for state in states.values() if state.status == "refused")
         return Group(self.title, table, *refusals, counted)
 
     def _text(self, states: CellStates, column: str, attn: str) -> str:
         """The mean of the seeds that are done, a line for each that runs, and the other states."""
         own = {cell: state for cell, state in states.items() if (cell.column, cell.attn) == (column, attn)}
-        lines = [format_scores(own.values())]
+        lines = [format_scores(own.values(), self.split)]
         if lines[0] and len(own) > 1:
             lines[0] += f" ({sum(state.status == 'done' for state in own.values())} of {len(own)})"
         for cell, state in own.items():
@@ -156,11 +170,9 @@ class GridWatch:
             self.failing = True
 
 
-def format_scores(states: Iterable[CellState]) -> str:
-    """Mean test accuracy of the done cells in %, with the standard deviation if there are several; empty if none is
-    done.
-    """
-    return format_mean_std([100 * state.accuracy for state in states if state.accuracy is not None], 2)
+def format_scores(states: Iterable[CellState], split: ScoredSplit = "test") -> str:
+    """Mean accuracy of the done cells in %, with the standard deviation if there are several; empty if none is done."""
+    return format_mean_std([100 * score for state in states if (score := state.scored(split)) is not None], 2)
 
 
 def format_others(states: CellStates, named: Sequence[str]) -> str:

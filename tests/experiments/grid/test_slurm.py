@@ -71,11 +71,13 @@ def test_what_is_left_is_submitted_as_one_array(here):
     made(todo[0], "finished")
     made(todo[1], "oom")
     said: list[str] = []
-    states = ends(array(todo, said, 1, partition="gpu", cpus=4, mem="32G", account="me", time=90))
+    more = {"qos": "long", "constraint": "h200|h100", "exclude": "n[1-3],n7", "setup": "module load a\n. env.sh"}
+    states = ends(array(todo, said, 1, partition="gpu", cpus=4, mem="32G", account="me", time=90, **more))
     assert [state.status for state in states.values()] == ["done", "OOM", "open", "open"]
     script = set(Path("script").read_text().splitlines())
     asked = {"array=0-1%1", "partition=gpu", "cpus-per-task=4", "mem=32G", "account=me", "time=90", "gres=gpu:1"}
-    assert {f"#SBATCH --{flag}" for flag in asked | {"requeue", "signal=USR2@90"}} <= script
+    asked |= {"qos=long", "constraint='h200|h100'", "exclude='n[1-3],n7'", "requeue", "signal=USR2@90"}
+    assert {*(f"#SBATCH --{flag}" for flag in asked), "module load a", ". env.sh"} <= script
     (line,) = (line for line in script if line.startswith("srun"))
     assert "--cpus-per-task=4" in line
     assert json.loads((SLURM_FOLDER / "1.json").read_text()) == {
@@ -156,12 +158,14 @@ def test_it_watches_until_the_runs_have_ended_and_while_the_controller_is_down(h
 
 def test_the_command_plans_and_submits(here):
     args = ["tasks=listops", "attns=flash", "seeds=2", "recipe=demo", "launcher=slurm", "devices=1", "slurm.gres=null"]
+    args.append("slurm.setup=module load cuda")
     before = sorted(here.rglob("*"))
     report = accuracy.reproduce("table3", args, dry_run=True)
     assert report.lines[1] == "2 remain to be run; slots: 1"
     assert report.lines[-1] == (
         "would be submitted: an array of 2 tasks, at most 1 at once, each with slurm.partition=null "
-        "slurm.account=null slurm.time=1440 slurm.gres=null slurm.cpus=null slurm.mem=null"
+        "slurm.account=null slurm.time=1440 slurm.gres=null slurm.cpus=null slurm.mem=null "
+        "slurm.qos=null slurm.constraint=null slurm.exclude=null slurm.setup='module load cuda'"
     )
     assert sorted(here.rglob("*")) == before
     (here / "bin/squeue").write_text("#!/bin/sh\n")  # all tasks have left the queue
