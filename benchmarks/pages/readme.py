@@ -27,6 +27,7 @@ from benchmarks.pages.kernels import (
     turns,
 )
 from benchmarks.pages.measured import from_docs, link, read, table
+from benchmarks.pages.mixers import mixers
 from benchmarks.pages.speeds import materialised, speedup
 from benchmarks.pages.tables import OVERLAP, caveats, sections, with_seeds
 from lra.config.recipes import read_recipe, recipe_names
@@ -36,7 +37,14 @@ from lra.tasks import TASKS
 
 DOCUMENTS = [
     measured.ROOT / name
-    for name in ("README.md", "docs/usage.md", "docs/results.md", "docs/kernels.md", "docs/pathfinder.md")
+    for name in (
+        "README.md",
+        "docs/usage.md",
+        "docs/results.md",
+        "docs/kernels.md",
+        "docs/mixers.md",
+        "docs/pathfinder.md",
+    )
 ]
 BLOCK = re.compile(r"(<!-- made by benchmarks/pages/readme\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -120,7 +128,7 @@ MADE: dict[str, Callable[[Path], str]] = {
     function.__name__: function
     for function in (
         headline, tasks, table3, table6, speedup, materialised, overlap, speed, sparse, short, profile, memory,
-        traffic, turns, learnability, prepare, exactness, randomness, choices,
+        traffic, turns, learnability, prepare, exactness, randomness, choices, mixers,
     )
 }  # fmt: skip
 
