@@ -97,7 +97,8 @@ def test_no_kernel_is_left_to_the_first_step(tmp_path):
     file = tmp_path / "timeline.json"
     caches = {name: str(tmp_path / name) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "LRA_DATA")}
     fields = [*(field for field in RUN if "accelerator" not in field), "trainer.accelerator=gpu"]
-    environment = os.environ | caches | {FILE_VARIABLE: str(file), "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | caches | {FILE_VARIABLE: str(file), "PYTHONPATH": path}
     command = [sys.executable, "-m", "lra", "fit", *fields, "trainer.precision=bf16", "model.d_model=64"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
