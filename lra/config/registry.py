@@ -40,6 +40,7 @@ class CatalogueEntry:
     requires: tuple[str, ...] = ()  # optional packages it imports when used
     lacks: str = ""  # what its declaration lacks; the other facts may then be wrong
     source: str = ""  # the module or file that a user named; empty for what is found by its name alone
+    class_name: str = ""  # as its source has it
 
     @property
     def reference(self) -> str:
@@ -62,7 +63,7 @@ class Registry:
     with a nested dataclass `Config`. The facts are literals, so that `catalogue()` answers from the source alone; on
     import they become an instance of the registry's `facts` dataclass on the class. Another installed package adds a
     component by an entry point `name = "module"` of the group `entry_points`. A user names the module or the file, as
-    in `module:name`, `file.py` or `file.py:name`, or registers the class before. No other component may have its name.
+    in `module:Class`, `file.py` or `file.py:name`, or registers the class before. No other component may have its name.
     """
 
     def __init__(self, kind: str, package: str, facts: type, entry_points: str | None = None):
@@ -211,12 +212,15 @@ class Registry:
         return self._broken_entry(point.name, point.value, lacks)
 
     def _referred_entry(self, source: Source, name: str) -> CatalogueEntry:
-        """What a user's module or file declares under a name, or alone. UsageError if it declares no such component."""
+        """What a user's module or file declares by a name, or alone. UsageError if there is no such component.
+
+        The name is the registered one, or that of the class.
+        """
         text, file = source.text, source.file
         try:
             entries = _read_entries(file, source.module, file.stat().st_mtime_ns)
             declared = {entry.name: entry for entry in entries}
-            entry = declared.get(name or next(iter(declared), ""))
+            entry = next((each for each in entries if name in ("", each.name, each.class_name)), None)
             if entry is not None:
                 self.facts_of(entry)
         except SyntaxError as error:
@@ -262,7 +266,8 @@ def _read_entries(file: Path, module: str, changed: int) -> Sequence[CatalogueEn
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "register":
                 facts = {k.arg: _literal(k.value) for k in call.keywords if k.arg}
                 requires = facts.pop("requires", ())
-                entries.append(CatalogueEntry(_literal(call.args[0]), module, summary, facts, requires))
+                name = _literal(call.args[0])
+                entries.append(CatalogueEntry(name, module, summary, facts, requires, class_name=node.name))
     return entries
 
 

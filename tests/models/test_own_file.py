@@ -62,6 +62,8 @@ def write(file: str, old: str = "", new: str = "") -> None:
         ("first.py", "first", "first"),
         ("./first.py", "first", "first"),
         ("first:first", "first", "first"),
+        ("first:Mine", "first", "first"),
+        ("parts/second.py:Mine", "second", "parts/second.py"),
         ("parts/second.py:second", "second", "parts/second.py"),
         ("parts/../parts/second.py", "second", "parts/second.py"),
     ],
