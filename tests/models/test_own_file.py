@@ -17,6 +17,7 @@ import lra
 from lra.config import sources
 from lra.errors import UsageError
 from lra.experiments.grid.grid import read_grid
+from lra.experiments.sweep import parse_sweep
 from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
 from lra.training.fit import configure
@@ -162,6 +163,12 @@ def test_a_process_of_a_grid_finds_it(folder):
     line = (sys.executable, "-m", "lra", "fit", *map(str, cell.args))
     done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stderr.startswith("lra: trainer.steps=0")
+
+
+def test_a_sweep_goes_by_its_name():
+    asked = parse_sweep([*RUN, "attn=flash,parts/second.py,first:Mine", "optim.lr=1e-3,1e-4"])
+    assert {cell.attn for cell in asked.cells} == {"flash", "second", "first"}
+    assert asked.name.startswith("listops+flash,second,first+batch.size=4")
 
 
 def test_benchmarks_take_it():
