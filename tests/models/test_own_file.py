@@ -165,6 +165,12 @@ def test_a_process_of_a_grid_finds_it(folder):
     assert done.returncode == 2 and done.stderr.startswith("lra: trainer.steps=0")
 
 
+@pytest.mark.parametrize("reference", ["parts/second.py", "first:Mine"])
+def test_it_is_checked(reference):
+    done = command("check", f"attn={reference}", "attn.factor=2", "device=cpu")
+    assert done.code == 0 and done.out.splitlines()[-1] == "12 passed, 4 not asked", done.out
+
+
 def test_a_sweep_goes_by_its_name():
     asked = parse_sweep([*RUN, "attn=flash,parts/second.py,first:Mine", "optim.lr=1e-3,1e-4"])
     assert {cell.attn for cell in asked.cells} == {"flash", "second", "first"}
