@@ -14,6 +14,7 @@ from rich.text import Text
 
 from lra import caches, ranks, timeline
 from lra.commands import app
+from lra.config.sources import explain_own_code
 from lra.errors import UsageError, explain_system_error
 from lra.streams import guard_streams
 from lra.terminal import Terminal, make_visible
@@ -58,7 +59,7 @@ def _main() -> None:
     except (KeyboardInterrupt, typer.Abort):  # which one depends on Typer's version
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
-        if not (said := explain_system_error(error) or caches.explain_damage(error)):
+        if not (said := explain_own_code(error) or explain_system_error(error) or caches.explain_damage(error)):
             raise
         _exit_with(said)
     except SystemExit as ended:

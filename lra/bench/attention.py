@@ -13,7 +13,15 @@ import torch
 
 from lra import environment
 from lra.bench import plots
-from lra.bench.cases import TORCH_DTYPES, BenchmarkCase, attention_class, attention_names, call_attention, make_batch
+from lra.bench.cases import (
+    TORCH_DTYPES,
+    BenchmarkCase,
+    attention_class,
+    attention_names,
+    call_attention,
+    import_named,
+    make_batch,
+)
 from lra.bench.check import Verdict, check_dropout, check_small, check_timed, has_reference
 from lra.bench.output import open_output
 from lra.bench.presets import (
@@ -32,6 +40,7 @@ from lra.compile_caches import use_compile_caches
 from lra.config.checks import check_at_most, check_dropout_rate
 from lra.config.options import parse_options, recorded_options, refuse_repeats
 from lra.config.override import parse_overrides
+from lra.config.sources import explain_own_code
 from lra.errors import UsageError, is_out_of_memory, name_error
 
 # The backward recomputes the scores: it has five products, not two.
@@ -117,8 +126,10 @@ def configure_attention(args: Sequence[str]) -> AttentionOptions:
     if "tokens" in given and options.batch is not None:
         raise UsageError(f"tokens= does not go with {'batch=' if 'batch' in given else f'table={table}: give batch='}")
     if options.attn is not None:
-        attention_class(options.attn)
-        options = replace(options, attns=with_peers(options.attn))
+        attn = import_named(options.attn)
+        attention_class(attn)
+        options = replace(options, attns=with_peers(attn))
+    options = replace(options, attns=tuple(map(import_named, options.attns)))
     for attention in options.attns if given.keys() & {"attn", "attns"} else ():
         name, cls = attention_class(attention)
         parse_options(cls.Config, attention.split(":")[1:], f"attns={name}: ")
@@ -198,7 +209,7 @@ def measure_case(
     except UsageError as error:
         status, reason = "unsupported", str(error)
     except Exception as error:  # whatever a compiler or a driver raises: the other cases are still worth having
-        status, reason = "failed", name_error(error)
+        status, reason = "failed", explain_own_code(error) or name_error(error)
     if status in ("WRONG", "failed"):
         times = {}
     for name in passes:

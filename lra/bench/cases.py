@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from lra.batch import Batch
 from lra.bench.sparse import PEERS
 from lra.config.options import parse_options
+from lra.config.sources import split_reference
 from lra.errors import UsageError
 from lra.kernels.flash.layout import Layout
 from lra.models.attention import ATTENTIONS
@@ -89,6 +91,15 @@ def attention_class(attention: str) -> tuple[str, Any]:
 def attention_names() -> tuple[str, ...]:
     """All names of the catalogue that `lra bench attention` measures: those of attentions, without mixers."""
     return tuple(name for name, entry in ATTENTIONS.catalogue().items() if not ATTENTIONS.facts_of(entry).mixes)
+
+
+def import_named(attention: str) -> str:
+    """Imports an attention that `attn=` would take as a module or file, and returns `name[:field=value…]`."""
+    parts = attention.split(":")
+    reference = ":".join(itertools.takewhile(lambda part: "=" not in part, parts))
+    if parts[0] in ATTENTIONS.catalogue() or not split_reference(reference)[0] or "@" in parts[0]:
+        return attention
+    return ATTENTIONS.get(reference).name + attention.removeprefix(reference)
 
 
 def has_reference_dropout(attention: Attention, device: torch.device) -> bool:

@@ -24,6 +24,7 @@ from lra.config.options import recorded_options, refuse_repeats, split_options
 from lra.config.override import Override, parse_overrides
 from lra.config.registry import describe_unknown
 from lra.config.schema import PositionsConfig, RunConfig
+from lra.config.sources import explain_own_code
 from lra.errors import UsageError, is_out_of_memory, name_error
 from lra.training.assembly import build_modules, resolve_attention
 from lra.training.fit import configure
@@ -141,7 +142,7 @@ def measure_loop(loop: str, composed: ComposedConfig, options: StepOptions, devi
     except UsageError as error:
         status, reason = "unsupported", str(error)
     except Exception as error:  # whatever a compiler or a driver raises: the other loops are still worth having
-        status, reason = "failed", name_error(error)
+        status, reason = "failed", explain_own_code(error) or name_error(error)
         if is_out_of_memory(error):
             batch = composed.config.batch
             status, reason = "OOM", f"batch.micro={batch.micro or batch.size} does not fit: halve it"

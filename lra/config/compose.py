@@ -69,7 +69,8 @@ def compose(
             f"{first}= is one of {', '.join(registries[first].catalogue())}"
         )
     classes = {name: registry.get(selected[name]) for name, registry in registries.items()}
-    task, attn = selected["task"], selected["attn"]
+    names = selected | {name: cls.Config.name for name, cls in classes.items()}
+    task, attn = names["task"], names["attn"]
 
     task_yaml = recipes.read_task(task)
     recipe = selected.get("recipe") or default or task_yaml.get("recipe")
@@ -80,7 +81,8 @@ def compose(
         )
     recipe_yaml, label = recipes.read_recipe(recipe), recipes.config_label("recipe", recipe)
     recipes.check_recipe_names(label, recipe_yaml, registries)
-    tasks, attns = recipe_yaml.get("tasks") or {}, recipe_yaml.get("attns") or {}
+    recipe_yaml = recipes.resolve_references(recipe_yaml, registries)
+    tasks, attns = recipe_yaml["tasks"], recipe_yaml["attns"]
     if task not in tasks:
         raise UsageError(
             f"recipe '{recipe}' has no section for task '{task}': it covers {', '.join(sorted(map(str, tasks)))}; "
@@ -100,7 +102,7 @@ def compose(
     )
     given = tree.override(overrides)
     selected |= {"recipe": recipe}
-    rules = _matching_rules(label, recipe_yaml.get("start") or (), tree, selected)
+    rules = _matching_rules(label, recipe_yaml["start"], tree, names | {"recipe": recipe})
     if not (rules and locate and tree.origin["init"] == FROM_DEFAULT):
         return ComposedConfig(tree.finish(count), tree.origin, given)
     start = _starting_arguments(label, rules[0], selected, given)
@@ -129,13 +131,14 @@ def restore(
     selected, overrides = _split_selectors(args, (*registries, "recipe"))
     if "recipe" in selected:
         raise UsageError("recipe= chooses fields of a new run: the saved one has its own, give those to change")
-    kept = dict(saved)
-    for name in registries:
-        before: str = saved[name]["name"]
-        selected.setdefault(name, before)
+    kept, nodes = dict(saved), {}
+    for name, registry in registries.items():
+        chosen = registry.get(selected[name]) if name in selected else registry.get_saved(saved[name], name)
+        nodes[name] = chosen.Config
         # another component's options would not fit the chosen one
-        kept[name] = {k: v for k, v in saved[name].items() if k != "name"} if selected[name] == before else {}
-    tree = _Tree(schema, {name: registry.get(selected[name]).Config for name, registry in registries.items()})
+        options = saved[name].items() if nodes[name].name == saved[name]["name"] else ()
+        kept[name] = {key: value for key, value in options if key not in ("name", "from")}
+    tree = _Tree(schema, nodes)
     later = {
         field: value for field, value in getattr(schema, "later_fields", {}).items() if kept[field.partition(".")[0]]
     }
@@ -146,12 +149,12 @@ def restore(
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A nested plain dict, safe for `torch.load(weights_only=True)`; registered configs keep their `name`."""
+    """A nested plain dict, safe for `torch.load(weights_only=True)`. Registered configs keep `name`, and `from`."""
 
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value):
-            registered = getattr(type(value), "name", None)
-            named = {"name": registered} if registered else {}
+            known = {key: getattr(type(value), name, "") for key, name in (("name", "name"), ("from", "imported_from"))}
+            named = {key: text for key, text in known.items() if text}  # no option is called `from`, a word of Python
             return named | {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return [plain(v) for v in value] if isinstance(value, list | tuple) else value
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lra import reading
-from lra.config.registry import Registry, describe_unknown, find_source, owning_package
+from lra.config.registry import Registry, describe_unknown, owning_package
+from lra.config.sources import find_source, split_reference
 from lra.errors import UsageError, shorten
 
 CONFIGS_FOLDER = Path(__file__).parent.parent / "configs"
@@ -169,5 +170,19 @@ def check_recipe_names(label: str, recipe: Mapping[str, Any], registries: Mappin
         named += [(registries[name].kind, [rule["when"][name]], known[name]) for name in chosen]
     for kind, names, there in named:
         for name in map(str, names):  # YAML reads some as something else
-            if name not in there:
+            if name not in there and not split_reference(name)[0]:
                 raise UsageError(f"{label}: {describe_unknown(kind, name, there)}")
+
+
+def resolve_references(recipe: Mapping[str, Any], registries: Mapping[str, Registry]) -> dict[str, Any]:
+    """Returns a recipe with `tasks`, `attns` and `start`, which names components where it refers to their files."""
+
+    def named(kind: str, sections: Mapping[Any, Any] | None) -> dict[str, Any]:
+        return {registries[kind].name_of(str(name)): section for name, section in (sections or {}).items()}
+
+    attns = {name: named("task", sections) for name, sections in named("attn", recipe.get("attns")).items()}
+    rules = [
+        rule | {"when": {k: registries[k].name_of(str(v)) if k in registries else v for k, v in rule["when"].items()}}
+        for rule in recipe.get("start") or ()
+    ]
+    return {**recipe, "tasks": named("task", recipe.get("tasks")), "attns": attns, "start": rules}

@@ -1,21 +1,29 @@
-"""Components found by name: files of a folder and other packages' entry points, listed without importing them."""
+"""Components by name, listed without importing them: files of a folder, other packages' entry points, a user's file."""
 
 from __future__ import annotations
 
 import ast
 import difflib
 import functools
-import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
-from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lra.config.sources import (
+    SCRIPT,
+    Source,
+    explain_syntax,
+    find_file_or_module,
+    find_source,
+    import_component,
+    split_reference,
+)
 from lra.errors import UsageError
 
 _Class = TypeVar("_Class", bound=type)
@@ -31,6 +39,13 @@ class CatalogueEntry:
     facts: dict[str, Any]  # the keyword arguments of its register(...)
     requires: tuple[str, ...] = ()  # optional packages it imports when used
     lacks: str = ""  # what its declaration lacks; the other facts may then be wrong
+    source: str = ""  # the module or file that a user named; empty for what is found by its name alone
+    class_name: str = ""  # as its source has it
+
+    @property
+    def reference(self) -> str:
+        """The text that finds it in any process: `name`, or `source:name`."""
+        return f"{self.source}:{self.name}" if self.source else self.name
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -42,12 +57,13 @@ class CatalogueEntry:
 
 
 class Registry:
-    """Classes registered by name in the modules of one package, and in those that entry points name.
+    """Classes registered by name in the modules of one package, in those that entry points name, and in a user's own.
 
     A component is one file, or several alike share one: `@REGISTRY.register("name", fact=value, ...)` above a class
     with a nested dataclass `Config`. The facts are literals, so that `catalogue()` answers from the source alone; on
     import they become an instance of the registry's `facts` dataclass on the class. Another installed package adds a
-    component by an entry point `name = "module"` of the group `entry_points`. No other component may have its name.
+    component by an entry point `name = "module"` of the group `entry_points`. A user names the module or the file, as
+    in `module:Class`, `file.py` or `file.py:name`, or registers the class before. No other component may have its name.
     """
 
     def __init__(self, kind: str, package: str, facts: type, entry_points: str | None = None):
@@ -64,12 +80,18 @@ class Registry:
         """
 
         def add(cls: _Class) -> _Class:
-            if name in self._classes:
-                raise ValueError(f"{self.kind} '{name}' is registered twice")
+            before = self._classes.get(name)
+            if before is not None and _place(before) != _place(cls):  # a cell that runs again replaces its own
+                raise UsageError(
+                    f"{self.kind} '{name}' is registered twice, by {_place(before)} and {_place(cls)}: rename one"
+                )
+            listed = self._is_listed(name, cls.__module__)
+            if not listed:
+                self._check_name(name, cls.__module__)
             cls.name, cls.facts = name, self.facts(**facts)  # type: ignore[attr-defined]
             if "Config" not in vars(cls):  # inherited: a name written there would be every heir's
                 cls.Config = type("Config", (cls.Config,), {})  # type: ignore[attr-defined]
-            cls.Config.name = name  # type: ignore[attr-defined]
+            cls.Config.name, cls.Config.imported_from = name, "" if listed else cls.__module__  # type: ignore[attr-defined]
             self._classes[name] = cls
             return cls
 
@@ -84,6 +106,10 @@ class Registry:
                 owners.append("lra")
             entry = entries.get(name) or self._installed_entry(points[0])
             entries[name] = _clashing_entry(entry, owners) if len(owners) > 1 else entry
+        for name, cls in self._classes.items():
+            if name not in entries and (source := cls.Config.imported_from):
+                summary = (cls.__doc__ or "").split("\n")[0]
+                entries[name] = CatalogueEntry(name, cls.__module__, summary, vars(cls.facts), source=source)
         return dict(sorted(entries.items()))
 
     def builtins(self) -> dict[str, CatalogueEntry]:
@@ -104,20 +130,48 @@ class Registry:
         """Returns an entry's facts as an instance of the registry's `facts`, which has the defaults."""
         return self.facts(**entry.facts)
 
-    def get(self, name: str) -> Any:
-        """Returns the class registered as `name`. Raises a UsageError that says what to do if it can't be used."""
+    def find(self, text: str) -> CatalogueEntry:
+        """Returns the component of a name or a reference, and imports nothing. UsageError if there is none."""
+        source, name = split_reference(text)
+        if source and source != SCRIPT:
+            return self._referred_entry(find_file_or_module(source), name)
         catalogue = self.catalogue()
-        entry = catalogue.get(name)
-        if entry and entry.lacks:  # even if it is imported: another one may have taken its name
+        if name in catalogue:
+            return catalogue[name]
+        if source:
+            raise UsageError(
+                f"{self.kind} '{name}' was registered in a script or notebook: register it before, or save its class "
+                f"as a file and name that: <file>.py:{name}"
+            )
+        raise UsageError(describe_unknown(self.kind, name, catalogue))
+
+    def name_of(self, text: str) -> str:
+        """Returns the name of the component that a reference finds, and a name as it is, known or not."""
+        return self.find(text).name if split_reference(text)[0] else text
+
+    def get(self, text: str) -> Any:
+        """Returns the class of a name or a reference. Raises a UsageError that says what to do if it can't be used."""
+        entry = self.find(text)
+        name = entry.name
+        if entry.lacks:  # even if it is imported: another one may have taken its name
             raise UsageError(f"{self.kind} '{name}' lacks {entry.lacks}: rename, mend or remove what declares it")
-        if entry and entry.missing:  # likewise: what can be had does not depend on what is imported
+        if entry.missing:  # likewise: what can be had does not depend on what is imported
             packages = " ".join(requirement.split()[0] for requirement in entry.missing)
             raise UsageError(f"{self.kind} '{name}' needs {', '.join(entry.missing)}: pip install {packages}")
-        if name not in self._classes:
-            if entry is None:
-                raise UsageError(describe_unknown(self.kind, name, catalogue))
-            importlib.import_module(entry.module)
+        if name not in self._classes or self._classes[name].__module__ != entry.module:
+            import_component(entry.module)
+        if entry.source:
+            self._classes[name].Config.imported_from = entry.source
         return self._classes[name]
+
+    def get_saved(self, saved: Mapping[str, Any], field: str) -> Any:
+        """Returns the class of a saved configuration. The UsageError says which `field` may name its source anew."""
+        if not (source := saved.get("from")):
+            return self.get(saved["name"])
+        try:
+            return self.get(f"{source}:{saved['name']}")
+        except UsageError as error:
+            raise UsageError(f"{error} ({field}= says where it is now)") from None
 
     @cached_property  # the installed packages are read once
     def _entry_points(self) -> dict[str, list[EntryPoint]]:
@@ -157,6 +211,44 @@ class Registry:
             lacks = f"a declaration that can be read in {point.value} of {owning_package(point)} ({error})"
         return self._broken_entry(point.name, point.value, lacks)
 
+    def _referred_entry(self, source: Source, name: str) -> CatalogueEntry:
+        """What a user's module or file declares by a name, or alone. UsageError if there is no such component.
+
+        The name is the registered one, or that of the class.
+        """
+        text, file = source.text, source.file
+        try:
+            entries = _read_entries(file, source.module, file.stat().st_mtime_ns)
+            declared = {entry.name: entry for entry in entries}
+            entry = next((each for each in entries if name in ("", each.name, each.class_name)), None)
+            if entry is not None:
+                self.facts_of(entry)
+        except SyntaxError as error:
+            raise UsageError(explain_syntax(file, error)) from None
+        except (OSError, TypeError, ValueError) as error:
+            raise UsageError(f"{text} has no declaration that can be read ({error}): mend it") from None
+        if entry is None or not (name or len(declared) == 1):
+            others = " or ".join(f"{text}:{each}" for each in declared)
+            form = f'write @{self.kind.upper()}S.register("{name or "name"}", …) above its class'
+            mend = f"give {others}" if others else form
+            raise UsageError(f"{text} registers {', '.join(declared) or 'nothing'}: {mend}")
+        if self._is_listed(entry.name, source.module):
+            return entry
+        self._check_name(entry.name, text)
+        return replace(entry, source=text)
+
+    def _is_listed(self, name: str, module: str) -> bool:
+        """Whether a module's component is found by its name alone."""
+        own = module.startswith(f"{self.package}.")
+        return own or any(point.value == module for point in self._entry_points.get(name, ()))
+
+    def _check_name(self, name: str, source: str) -> None:
+        """Raises a UsageError if a user's component has a name that is not its own, or that no folder can have."""
+        if not re.fullmatch(r"\w[\w.+-]*", name) or name.endswith(".py"):
+            raise UsageError(f"{self.kind} '{name}' of {source}: a name has letters, digits and _ alone, rename it")
+        if name in self._entry_points or name in self.builtins():
+            raise UsageError(f"{self.kind} '{name}' of {source} has the name of another {self.kind}: rename it")
+
     def _broken_entry(self, name: str, module: str, lacks: str) -> CatalogueEntry:
         required = (field.name for field in fields(self.facts) if field.default is MISSING)
         return CatalogueEntry(name, module, "", dict.fromkeys(required, ""), lacks=lacks)
@@ -174,7 +266,8 @@ def _read_entries(file: Path, module: str, changed: int) -> Sequence[CatalogueEn
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "register":
                 facts = {k.arg: _literal(k.value) for k in call.keywords if k.arg}
                 requires = facts.pop("requires", ())
-                entries.append(CatalogueEntry(_literal(call.args[0]), module, summary, facts, requires))
+                name = _literal(call.args[0])
+                entries.append(CatalogueEntry(name, module, summary, facts, requires, class_name=node.name))
     return entries
 
 
@@ -195,15 +288,9 @@ def _source_path(module: str) -> str:
     return f"{module.replace('.', '/')}.py"
 
 
-def find_source(module: str) -> Path | None:
-    """Returns a module's file without importing its parents, or None if there is none."""
-    top, *rest = module.split(".")
-    spec = importlib.util.find_spec(top)
-    for name in rest:
-        if spec is None or spec.submodule_search_locations is None:
-            return None
-        spec = PathFinder.find_spec(f"{spec.name}.{name}", spec.submodule_search_locations)
-    return Path(spec.origin) if spec is not None and spec.origin else None
+def _place(cls: type) -> str:
+    """Where a class is written."""
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def owning_package(point: EntryPoint) -> str:

@@ -146,7 +146,7 @@ def _measuring_command(table: Grid, options: GridOptions, fields: Sequence[Overr
     given = [f"{name}={','.join(names)}" for name in ("tasks", "attns") if (names := getattr(options, name))]
     recipe = [] if options.recipe is None else [f"recipe={options.recipe}"]
     kept = [str(each) for each in fields if each.field not in plan.FIELDS_WITHOUT_PACE]  # few steps would be refused
-    return shlex.join(("lra", "reproduce", table.name, *given, *recipe, *kept, "speed=true"))
+    return shlex.join(("lra", "reproduce", table.argument, *given, *recipe, *kept, "speed=true"))
 
 
 def summarise_states(table: Grid, states: CellStates) -> Reproduction:

@@ -44,6 +44,7 @@ from lra.experiments.reproduction import (
     refuse_other_environment,
     refuse_other_options,
 )
+from lra.models.attention import ATTENTIONS
 from lra.training.assembly import build_modules, resolve_attention
 from lra.training.lightning import silence_lightning
 from lra.training.run_directory import RUNS_FOLDER
@@ -182,11 +183,12 @@ def measure_speeds(
     refusal = "speed=true measures one device: start it without torchrun"
     device = step.one_device(wanted[0].composed.config, refusal)
     chosen = {getattr(cell, kind) for cell in asked for kind in ("column", "attn")}
-    known = (table.columns, dict.fromkeys((*table.attns, *(cell.attn for cell in asked))))
+    known = (table.columns, dict.fromkeys((*table.rows(), *(cell.attn for cell in asked))))
     columns, attns = ([name for name in names if name in chosen] for names in known)
+    references = [ATTENTIONS.find(name).reference for name in attns]
     stated = {
-        "tasks": columns, "attns": attns, "recipe": options.recipe or table.recipe, "fields": sorted(map(str, fields)),
-        "steps": options.steps, "warmup": options.warmup,
+        "tasks": columns, "attns": references, "recipe": options.recipe or table.recipe,
+        "fields": sorted(map(str, fields)), "steps": options.steps, "warmup": options.warmup,
     }  # fmt: skip
     path, made = Path(options.out or default_file(table)), environment.describe()
     if device.type == "cpu":
@@ -219,7 +221,7 @@ def default_file(table: Grid) -> Path:
 def read_named_file(table: Grid, file: Path, recipe: str) -> SpeedFile:
     """The file in `speed=`, as `read_speeds`. UsageError if it is of another recipe, or of no column of the table."""
     if not file.is_file():
-        raise UsageError(f"speed={file} is not a file: lra reproduce {table.name} speed=true makes it")
+        raise UsageError(f"speed={file} is not a file: lra reproduce {table.argument} speed=true makes it")
     result = read_speeds(file)
     if (other := result.options["recipe"]) != recipe:
         raise UsageError(
@@ -235,7 +237,7 @@ def measured_cells(table: Grid, result: SpeedFile) -> list[Cell]:
     """The measured cells without stages, composed anew of the file's recipe and fields."""
     found = {(record.column, record.attention) for record in result.cells}
     columns = [name for name in table.columns if name in {column for column, _ in found}]
-    made = table.cells(columns, None, 1, result.options["recipe"], result.options["fields"])
+    made = table.cells(columns, result.options.get("attns"), 1, result.options["recipe"], result.options["fields"])
     return [cell for cell in made if (cell.column, cell.attn) in found]
 
 

@@ -88,7 +88,10 @@ def parse_sweep(args: Sequence[str]) -> SweepRequest:
         chosen.append(Cell(column, run.attn.name, run.seed, arguments))
     _refuse_equal_runs(chosen)
     others = sorted(f"{name}={','.join(texts)}" for name, texts in values.items() if name not in ("task", "attn"))
-    name = short_name("+".join([*(",".join(values[selector]) for selector in ("task", "attn")), *others]))
+    # of an attention that is given as a file, the path is no part of the name
+    tasks = dict.fromkeys(cell.composed.config.task.name for cell in chosen)
+    attns = dict.fromkeys(cell.attn for cell in chosen)
+    name = short_name("+".join([",".join(tasks), ",".join(attns), *others]))
     return SweepRequest(name, swept, chosen, options, resources)
 
 

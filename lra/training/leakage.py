@@ -31,7 +31,7 @@ TrainedSets = dict[str, int | str]
 
 def restore_task(saved: Mapping[str, Any]) -> Any:
     """Returns the task configuration that a run saved."""
-    config = TASKS.get(saved["name"]).Config
+    config = TASKS.get_saved(saved, "task").Config
     saved = {name.removeprefix("task."): value for name, value in LATER_FIELDS.items()} | dict(saved)
     return config(**{field.name: saved[field.name] for field in fields(config) if field.name in saved})
 

@@ -1,13 +1,40 @@
-"""Verbs that measure speed, memory and memory traffic."""
+"""Verbs that check attentions, and those that measure speed, memory and memory traffic."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated
 
 import typer
 
-from lra.commands import bench_app, verb
+from lra.commands import app, bench_app, uncollected_imports, verb
+from lra.completion import complete_fields
 from lra.printing import console, print_measured, print_rows
+
+
+@verb(app, parser="lra.models.conformance.report:parse_check")
+def check(
+    fields: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="attn=… [attn.field=value …] [device=cpu|cuda] [compile=true]", autocompletion=complete_fields
+        ),
+    ] = None,
+) -> None:
+    """Whether an attention or mixer keeps what all must keep; exit code 1 if not."""
+    with uncollected_imports():
+        from lra.models.conformance.report import check_component, parse_check
+
+    subject, options = parse_check(fields or ())
+    results = list(check_component(subject, options.compile))
+    precision = str(subject.dtype).removeprefix("torch.")
+    title = f"attn={subject.name} on {subject.device}, {precision}"
+    counts = Counter(result.status for result in results)
+    print_measured(
+        [(title, ["property", "result", "why"], [[*result] for result in results])],
+        [", ".join(f"{count} {status}" for status, count in counts.items())],
+        wrong="failed" in counts,
+    )
 
 
 @verb(bench_app, "attention", "lra.bench.attention:configure_attention")

@@ -107,9 +107,11 @@ def test_an_unknown_name_suggests_the_nearest(registry):
 
 
 def test_a_name_can_be_registered_once(registry):
-    cube = registry.get("cube")
-    with pytest.raises(ValueError, match="twice"):
-        registry.register("cube", sides=6)(cube)
+    twin = type("Cube", (registry.get("cube"),), {"__module__": "elsewhere"})
+    with pytest.raises(UsageError, match=r"registered twice, by shapes.cube.Cube and elsewhere.Cube: rename one"):
+        registry.register("cube", sides=6)(twin)
+    with pytest.raises(UsageError, match=r"shape 'ghost' of elsewhere has the name of another shape: rename it"):
+        registry.register("ghost", sides=6)(twin)
 
 
 def test_another_package_adds_a_component(registry, install):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from lra.batch import Batch
 from lra.config.model import ModelConfig
 from lra.errors import UsageError
 from lra.kernels.flash.reference import reference_attention
@@ -18,82 +15,44 @@ from lra.models.attention.base import Attention, AttentionSpec
 from lra.models.attention.flex import length_mask
 from lra.models.attention.megatron import MegatronAttention
 from lra.models.attention.rabe_staats import RabeStaatsAttention
+from lra.models.conformance.expectations import expect_near
+from lra.models.conformance.subject import LENGTHS, ROUNDING, Subject, rows_of
 from lra.models.transformer import Encoder
-from tests.models.test_attention import FACTS, LENGTHS, LONG, Subject, attend, rows, subjects
-
-LENGTHS_OF_CAUSAL = pytest.mark.parametrize("lengths", [LENGTHS, LONG], ids=["short", "long"])
+from tests.models.test_attention import FACTS, UNCOMPILED, attend, subjects
 
 
 def causal_subjects(**options: Any) -> Any:
     return subjects(lambda facts: facts.causal, **options)
 
 
-def in_layout(batch: Batch, layout: str, *tensors: Tensor) -> tuple[Batch, list[Tensor]]:
-    """The batch and its rows in a layout. Rows past a length are 7."""
-    if layout == "packed":
-        return batch, list(tensors)
-    padded = batch.to_padded()
-    real = padded.mask().flatten()[:, None, None]
-    return padded, [batch.pad(x).flatten(0, 1).where(real, 7.0) for x in tensors]
-
-
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-@LENGTHS_OF_CAUSAL
 @causal_subjects()
-def test_a_later_token_changes_no_earlier_row(subject, lengths, layout):
-    """Of a model that is not causal it changes them."""
+def test_a_model_that_is_not_causal_sees_later_tokens(subject):
+    """And a causal one its own token."""
+    batch, given = subject.batch(), subject.inputs()
+    own = rows_of(batch, 2)
+    middle = own.start + 7
+    changed = [x.clone() for x in given]
+    for x in changed:
+        x[middle : own.stop] = 3.0
     for causal in (True, False):
-        attention = subject.build(max_length=130, causal=causal).eval()
-        batch, qkv = in_layout(subject.batch(lengths), layout, *subject.inputs(lengths))
-        out = attend(attention, batch, *qkv)
-        for sequence in (number for number, length in enumerate(lengths) if length > 1):
-            own = rows(batch, sequence)
-            for place in {own.stop - 1, (own.start + own.stop) // 2}:
-                changed = [x.clone() for x in qkv]
-                for x in changed:
-                    x[place : own.stop] = 3.0
-                found = attend(attention, batch, *changed)
-                assert torch.equal(found[own.start : place], out[own.start : place]) == causal
-                assert not torch.equal(found[place : own.stop], out[place : own.stop])
-
-
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-@LENGTHS_OF_CAUSAL
-@causal_subjects()
-def test_result_and_gradients_are_those_of_the_reference_in_float64(subject, lengths, layout):
-    """A pattern of blocks shows what its layout shows, and of that no later token. Nothing past a length acts."""
-    attention = subject.build(max_length=130, causal=True).eval()
-    batch, qkv = in_layout(subject.batch(lengths), layout, *subject.inputs(lengths))
-    weights = torch.randn(qkv[0].shape, generator=torch.Generator().manual_seed(1)).to(qkv[0])
-    if layout == "padded":
-        weights = weights.where(batch.mask().flatten()[:, None, None], 0)
-    sequences = {"start": batch.start, "length": batch.length, "layout": attention.layout}
-
-    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return reference_attention(q, k, v, **sequences, causal=attention.layout is None)
-
-    def results(function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
-        leaves = [x.detach().to(dtype).requires_grad_() for x in qkv]
-        out = function(*leaves)
-        grads = torch.autograd.grad((out * weights.to(dtype)).sum(), leaves)
-        return [x.double() for x in (out.where(weights != 0, 0), *grads)]
-
-    found = results(lambda *given: attend(attention, batch, *given), subject.dtype)
-    for actual, expected in zip(found, results(exact, torch.float64), strict=True):
-        subject.assert_near(actual, expected)
+        module = subject.build(causal=causal).eval()
+        out, found = (subject.call(module, batch, *each) for each in (given, changed))
+        assert torch.equal(found[own.start : middle], out[own.start : middle]) == causal
+        assert not torch.isclose(found[middle : own.stop], out[middle : own.stop]).all(-1).any()
 
 
 @causal_subjects(slow=("bigbird", "local", "longformer", "openai_sparse"))  # their code is butterfly's
 def test_torch_compile_makes_one_graph_for_all_lengths(subject):
-    if subject.name in ("flex", "flash_attn"):
-        pytest.skip("tests/models/test_attention.py says why")
+    if subject.name in UNCOMPILED:
+        pytest.skip(f"{subject.name} {UNCOMPILED[subject.name]}")
     attention: Any = subject.build(max_length=130, causal=True).eval()
     torch.compiler.reset()
     try:
         compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)
         for lengths in (LENGTHS, (3, 9, 2, 1, 4)):
             batch, qkv = subject.batch(lengths), subject.inputs(lengths)
-            subject.assert_near(compiled(attention, batch, *qkv), attend(attention, batch, *qkv))
+            found, expected = (call(attention, batch, *qkv) for call in (compiled, attend))
+            expect_near(found, expected, "the compiled result", ROUNDING[subject.dtype])
     finally:
         torch.compiler.reset()
 
@@ -133,7 +92,7 @@ def test_megatron_drops_weights_of_earlier_tokens_alone(impl):
     spec = AttentionSpec(2, 16, 20, 0.5, causal=True)
     attention = MegatronAttention(MegatronAttention.Config(impl=impl), spec).train()
     batch, qkv = subject.batch(), [x.requires_grad_() for x in subject.inputs()]
-    own = rows(batch, 2)
+    own = rows_of(batch, 2)
     middle = own.start + 7
     out = attend(attention, batch, *qkv)
     grads = torch.autograd.grad(out[own.start : middle].square().sum(), qkv)
@@ -179,7 +138,7 @@ def test_no_layer_of_a_causal_model_sees_a_later_token(config, asked, layout):
     encoder = Encoder(model, ATTENTIONS.get("flash").Config(), vocabulary=9, max_length=17, causal=asked).eval()
     batch = Subject("flash", "cpu").batch()
     batch = batch if layout == "packed" else batch.to_padded()
-    own, before = rows(batch, 2), encoder.rows(batch)
+    own, before = rows_of(batch, 2), encoder.rows(batch)
     place = own.start + 9
     batch.tokens[place : own.stop] = 5
     changed = encoder.rows(batch)

@@ -1,4 +1,4 @@
-"""Every registered mixer keeps the contract of `Mixer`; s4d and gla are the recurrences that their papers state."""
+"""Mixers, beside what test_attention.py asks of each; s4d and gla are the recurrences that their papers state."""
 
 from __future__ import annotations
 
@@ -44,33 +44,6 @@ def each(batch: Batch) -> Iterator[slice]:
     """The rows of each sequence."""
     for start, length in zip(batch.start.tolist(), batch.length.tolist(), strict=True):
         yield slice(start, start + length)
-
-
-@mixers
-def test_packed_and_padded_agree_in_result_and_gradients(name):
-    mixer, batch = build(name), make_batch(LENGTHS, False, CPU)
-    x, padded = rows_of(batch).requires_grad_(), batch.to_padded()
-    packed = mixer.mix_ragged(x, batch)
-    other = batch.unpad(padded.pad(mixer.mix_ragged(batch.pad(x).flatten(0, 1), padded)))
-    torch.testing.assert_close(other, packed)
-    weights = torch.randn_like(packed)
-    for a, b in zip(*(torch.autograd.grad((y * weights).sum(), [x, *mixer.parameters()]) for y in (packed, other)),
-                    strict=True):  # fmt: skip
-        torch.testing.assert_close(a, b)
-
-
-@mixers
-def test_what_is_past_a_length_influences_nothing(name):
-    mixer, batch = build(name), make_batch(LENGTHS, False, CPU).to_padded()
-    real = batch.mask().flatten()[:, None]
-    x = rows_of(batch).requires_grad_()
-    other = x.detach().where(real, 7.0).requires_grad_()
-    out, again = (mixer.mix_ragged(rows, batch).where(real, 0) for rows in (x, other))
-    assert torch.equal(out, again)
-    grads = [
-        torch.autograd.grad(y.square().sum(), [rows, *mixer.parameters()]) for y, rows in ((out, x), (again, other))
-    ]
-    assert all(map(torch.equal, *grads)) and not grads[0][0].where(~real, 0).any()
 
 
 @mixers
@@ -121,18 +94,6 @@ def test_torch_compile_makes_one_graph_for_any_number_of_rows(name):
         torch.testing.assert_close(compiled(x, batch), mixer.mix_ragged(x, dataclasses.replace(batch)))
     torch.compiler.reset()
     assert len(shapes) == 1
-
-
-@mixers
-def test_training_in_bf16_is_near_fp32(name):
-    mixer, batch = build(name).float(), make_batch(LENGTHS, False, CPU)
-    x = rows_of(batch).float().requires_grad_()
-    exact = mixer.mix_ragged(x, batch)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = mixer.mix_ragged(x, batch)
-    torch.testing.assert_close(out.float(), exact, atol=0.03, rtol=0.03)
-    out.float().square().sum().backward()
-    assert all(part.grad is not None and part.grad.isfinite().all() for part in (x, *mixer.parameters()))
 
 
 # the recurrences of the papers, token by token, in float64 and complex arithmetic

@@ -15,7 +15,7 @@ from typing import Any
 from lra.config.compose import ComposedConfig, list_differences, to_dict
 from lra.config.override import Override, parse_overrides
 from lra.config.recipes import config_file, config_label, config_stem, read_config_yaml
-from lra.config.registry import describe_unknown
+from lra.config.registry import Registry, describe_unknown
 from lra.errors import UsageError, shorten
 from lra.models.attention import ATTENTIONS
 from lra.reading import is_number
@@ -42,7 +42,7 @@ class Column:
 
     @property
     def task(self) -> str:
-        return next(override.text for override in self.fields if override.field == "task")
+        return TASKS.name_of(next(override.text for override in self.fields if override.field == "task"))
 
 
 @functools.cache
@@ -91,12 +91,13 @@ class Grid:
     source: str
     recipe: str  # if the command line names none
     seeds: int  # likewise; how many there are, from 0
-    attns: tuple[str, ...]
+    attns: tuple[str, ...]  # names and references, as `attn=` takes them
     columns: Mapping[str, Column]
     paper: Mapping[str, Mapping[str, float]]  # attention -> column, `average` or `speedup` -> the paper's figure
     others: Mapping[str, str] = field(
         default_factory=dict
     )  # columns with another task than the paper's, and the difference
+    argument: str = ""  # what commands take for it: its name or its file
 
     def under(self, cells: Iterable[Cell]) -> Grid:
         """This grid for the given cells, as their recipe and the user's fields make it.
@@ -152,6 +153,10 @@ class Grid:
         known = [figure for name in columns if (figure := self.figure(attn, name)) is not None]
         return statistics.fmean(known) if known and len(known) == len(columns) else None
 
+    def rows(self, attns: Sequence[str] | None = None) -> list[str]:
+        """The names of these attentions, or of the table's."""
+        return [ATTENTIONS.find(attn).name for attn in attns or self.attns]
+
     def cells(
         self,
         columns: Sequence[str] | None = None,
@@ -178,12 +183,10 @@ class Grid:
         if seeds is not None and seeds > MOST_SEEDS:
             raise UsageError(f"seeds={seeds}: it is how many there are, at most {MOST_SEEDS}")
         compose_once.cache_clear()  # recipes may have changed since the last grid
-        columns = columns or self.together()
-        for kind, asked, known in (("task", columns, self.columns), ("attention", attns or (), ATTENTIONS.catalogue())):
-            for name in asked:
-                if name not in known:
-                    raise UsageError(describe_unknown(kind, name, known))
+        columns, rows = columns or self.together(), [ATTENTIONS.find(attn) for attn in attns or self.attns]
         for name in columns:
+            if name not in self.columns:
+                raise UsageError(describe_unknown("task", name, self.columns))
             for made in self.columns[name].fields:
                 override = given.get(made.field) or given.get(made.field.removeprefix("task."))
                 if override and made.field.startswith("task"):
@@ -192,12 +195,13 @@ class Grid:
                     )
         own = {name: [made for made in self.columns[name].fields if made.field not in given] for name in columns}
         return [
-            Cell(column, attn, seed, parse_overrides((
-                *own[column], f"attn={attn}", f"recipe={recipe or self.recipe}", f"seed={seed}", *given.values()
+            Cell(column, row.name, seed, parse_overrides((
+                *own[column], f"attn={row.reference}", f"recipe={recipe or self.recipe}", f"seed={seed}",
+                *given.values(),
             )))
             for seed in range(self.seeds if seeds is None else seeds)
             for column in columns
-            for attn in attns or self.attns
+            for row in rows
         ]  # fmt: skip
 
 
@@ -211,7 +215,9 @@ def read_grid(name: str) -> Grid:
         for key, value in tree["columns"].items()
     }
     default = {"about": f"accuracy on {', '.join(columns)}", "source": "no paper", "seeds": 1, "paper": {}}
-    return Grid(name=config_stem(name), **(default | tree | {"attns": tuple(tree["attns"]), "columns": columns}))
+    return Grid(
+        name=config_stem(name), argument=name, **(default | tree | {"attns": tuple(tree["attns"]), "columns": columns})
+    )
 
 
 def _faults(tree: Mapping[str, Any]) -> Iterator[str]:
@@ -235,10 +241,8 @@ def _faults(tree: Mapping[str, Any]) -> Iterator[str]:
         config_file("recipe", tree["recipe"])
     except UsageError as error:
         yield str(error)
-    attns, tasks = ATTENTIONS.catalogue(), TASKS.catalogue()
     for attn in tree["attns"]:
-        if str(attn) not in attns:
-            yield describe_unknown("attention", str(attn), attns)
+        yield from _unknown(ATTENTIONS, str(attn))
     for name, column in tree["columns"].items():
         made = column.get("fields") if isinstance(column, dict) else None
         if not isinstance(name, str):
@@ -249,8 +253,16 @@ def _faults(tree: Mapping[str, Any]) -> Iterator[str]:
             yield f"column {name} has more than fields and apart, which is true or false"
         elif len(task := [text.removeprefix("task=") for text in made if text.startswith("task=")]) != 1:
             yield f"column {name} needs one task= among its fields"
-        elif task[0] not in tasks:
-            yield f"column {name}: {describe_unknown('task', task[0], tasks)}"
+        else:
+            yield from (f"column {name}: {why}" for why in _unknown(TASKS, task[0]))
     for attn, figures in tree.get("paper", {}).items():
         if not isinstance(figures, dict) or not all(is_number(figure) for figure in figures.values()):
             yield f"paper's {attn} is {shorten(repr(figures))}, and must be a mapping of columns to numbers"
+
+
+def _unknown(registry: Registry, text: str) -> Iterator[str]:
+    """Why a name or reference finds nothing."""
+    try:
+        registry.find(text)
+    except UsageError as error:
+        yield str(error)

@@ -29,6 +29,7 @@ from lra.experiments.results import formats, html, ledger
 from lra.experiments.results.accuracy_tables import BOLD_RULE, accuracy_tables, marked
 from lra.experiments.results.ledger import ReportRow, ResultFile, finished_hardware, known_values, mean_value
 from lra.experiments.speed import BASELINE, mean_ratio
+from lra.tasks import TASKS
 from lra.terminal import Bold, make_visible
 from lra.training.run_directory import RUNS_FOLDER, write_text
 
@@ -86,7 +87,7 @@ def make_report(name: str, args: Sequence[str]) -> Report:
     leagues = {place: league.league_of(reasons) for place, reasons in opened.items()}
     made = ((leagues[cell.column, cell.attn], ledger.make_row(shown, cell, found)) for cell in cells)
     rows = [dataclasses.replace(row, league=kind) for kind, row in made]
-    attns = options.attns or table.attns
+    attns = table.rows(options.attns)
     tables = [add_footnote(*made) for made in _tables(shown, rows, columns, attns) if made[2]]
     under = " ".join((f"recipe: {recipe}", *map(str, fields)))
     notes = [under, *_summary(rows), *_reasons(opened), *notes, *_unlike(rows), *found.notes]
@@ -117,7 +118,7 @@ def _cells(
 ) -> tuple[list[Cell], list[str]]:
     """The cells. Columns that the recipe does not have stay empty, or are refused if they were asked for."""
     recipe = options.recipe or table.recipe
-    covered = read_recipe(recipe)["tasks"]
+    covered = [TASKS.name_of(str(task)) for task in read_recipe(recipe)["tasks"]]
     table.cells(columns, options.attns, 1, recipe, fields)  # unknown names are refused first
     lacking = [name for name in columns if table.columns[name].task not in covered]
     if options.tasks and lacking:

@@ -1,0 +1,112 @@
+"""Where components outside lra come from: a module or a file that the user names, and the lines of it that failed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from lra.errors import UsageError, name_error
+
+SCRIPT = "__main__"  # the module of a script or notebook
+_LRA = Path(__file__).resolve().parent.parent
+_own_code: set[Path] = set()  # files of imported components outside lra, or folders of their packages
+
+
+@dataclass(frozen=True)
+class Source:
+    """A module that registers components."""
+
+    text: str  # as configurations keep it: the module's name, or the path of its file
+    module: str
+    file: Path
+
+
+def split_reference(text: str) -> tuple[str, str]:
+    """Splits `module:name`, `file.py:name` or `file.py` into source and name. A plain name has no source."""
+    source, colon, name = text.partition(":")
+    module = colon and all(part.isidentifier() for part in source.split("."))
+    return (source, name) if module or source.endswith(".py") else ("", text)
+
+
+def find_file_or_module(text: str) -> Source:
+    """Finds a module from the current folder or Python's path, or a file of Python. Nothing is imported.
+
+    The folder of the file, or the current one, joins `sys.path` at its end. Raises a UsageError if there is no such
+    source, or if another module has the name of the file.
+    """
+    if not text.endswith(".py"):
+        _join_path(Path.cwd())
+        if (file := find_source(text)) is None:
+            raise UsageError(f"no module {text} is here or on PYTHONPATH: name its file, as in <folder>/{text}.py")
+        return Source(text, text, file)
+    file = Path(text).expanduser()
+    if not file.is_file():
+        raise UsageError(f"{text} is not there: name a file of Python, or work in its folder")
+    file, here = file.resolve(), Path.cwd()
+    if not file.stem.isidentifier():
+        raise UsageError(f"{text} can't be imported under this name: rename it, with letters, digits and _ alone")
+    _join_path(file.parent)
+    found = find_source(file.stem)
+    if found is None or found.resolve() != file:
+        raise UsageError(f"{text} has the name of another module of Python ({found}): rename it")
+    if file.parent == here:  # so that it is one source, whether a file or a module is named
+        return Source(file.stem, file.stem, file)
+    return Source(str(file.relative_to(here) if file.is_relative_to(here) else file), file.stem, file)
+
+
+def find_source(module: str) -> Path | None:
+    """Returns a module's file without importing its parents, or None if there is none."""
+    top, *rest = module.split(".")
+    spec = None if top == SCRIPT else importlib.util.find_spec(top)
+    for name in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        spec = PathFinder.find_spec(f"{spec.name}.{name}", spec.submodule_search_locations)
+    return Path(spec.origin) if spec is not None and spec.origin else None
+
+
+def import_component(module: str) -> None:
+    """Imports a module that registers components. What is raised in it later is an error of its author."""
+    file = find_source(module.partition(".")[0])
+    if file is not None and not file.is_relative_to(_LRA):
+        _own_code.add((file.parent if file.name == "__init__.py" else file).resolve())
+    importlib.import_module(module)
+
+
+def explain_own_code(error: BaseException) -> str | None:
+    """Returns the file, the line and the error if a component outside lra raised it; None if lra did.
+
+    Of the frames in lra and in such components the innermost decides. Frames of libraries that they call are left out.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    compiled = getattr(error, "real_stack", None) or ()  # the lines that torch.compile could not trace
+    plain = " (of torch.compile: engine=eager does without)" if compiled else ""
+    for frame in reversed([*frames, *compiled]):
+        file = Path(frame.filename).resolve()
+        if any(file.is_relative_to(code) for code in _own_code):
+            return f"{_shown(file)}:{frame.lineno}: {name_error(error)}{plain}"
+        if file.is_relative_to(_LRA):
+            return None
+    return None
+
+
+def explain_syntax(file: Path, error: SyntaxError) -> str:
+    """Returns the file, the line and the error of a source that is no Python."""
+    return f"{_shown(file)}:{error.lineno}: {type(error).__name__}: {error.msg}"
+
+
+def _shown(file: Path) -> Path:
+    """A file as messages name it: from the current folder if it is below that."""
+    here = Path.cwd()
+    return file.relative_to(here) if file.is_relative_to(here) else file
+
+
+def _join_path(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    importlib.invalidate_caches()  # the file may be new
