@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PLUGIN = ROOT / "examples" / "plugin"
+ATTNS = ("flash", "sigmoid", "convolution")
 SHORT = ("trainer.steps=20", "trainer.eval_every=10", "trainer.log_every=10", "trainer.accelerator=cpu")
 
 
@@ -21,7 +22,7 @@ QUOTED = re.compile(r'^```\w+ title="(examples/[^"]+)"\n(.*?)^```$', re.DOTALL |
 
 def test_the_docs_quote_its_lines():
     quotes = QUOTED.findall((ROOT / "docs" / "plugins.md").read_text(encoding="utf-8"))
-    assert len({file for file, _ in quotes}) == 5
+    assert len({file for file, _ in quotes}) == 6
     assert not [lines for file, lines in quotes if lines not in (ROOT / file).read_text(encoding="utf-8")]
 
 
@@ -68,8 +69,9 @@ def test_its_parts_are_listed(lra):
 
 
 @pytest.mark.slow
-def test_its_attention_passes_the_checks_of_lra(lra):
-    assert "failed" not in lra("check", "attn=sigmoid")
+@pytest.mark.parametrize("name", ["sigmoid", "convolution"])
+def test_its_attention_and_its_mixer_pass_the_checks_of_lra(lra, name):
+    assert "failed" not in lra("check", f"attn={name}")
 
 
 @pytest.mark.slow
@@ -81,5 +83,5 @@ def test_its_table_is_run_and_reported(lra, folder):
     with (folder / "work" / "paper" / "recalling.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {(row["attention"], row["column"], row["seed"]) for row in rows if row["accuracy"]} == {
-        (attn, column, seed) for attn in ("flash", "sigmoid") for column in ("recall", "listops") for seed in ("0", "1")
+        (attn, column, seed) for attn in ATTNS for column in ("recall", "listops") for seed in ("0", "1")
     }

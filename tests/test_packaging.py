@@ -124,6 +124,35 @@ def test_an_editable_install_wins_over_a_clone_that_the_current_folder_holds(tmp
     assert where.strip() == str(clone / "lra" / "__init__.py")
 
 
+MY_TABLE = """
+recipe: demo
+seeds: 2
+attns: [flash, my_attention.py]
+columns:
+  listops: {fields: [task=listops, task.train=200, task.val=50, task.test=50, task.fresh=50]}
+  pathfinder: {fields: [task=pathfinder, task.train=200, task.val=50, task.test=50]}
+"""
+
+
+@pytest.mark.slow
+def test_a_file_gets_into_a_latex_table_from_an_empty_folder(installed, needs, elsewhere):
+    """A user's attention and table, with nothing but the wheel: four commands."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if "@ATTENTIONS.register" in block)
+    folder = elsewhere["cwd"]
+    (folder / "my_attention.py").write_text(code)
+    (folder / "my_table.yaml").write_text(MY_TABLE)
+    elsewhere["env"] |= {"LRA_DATA": str(folder / "data"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    short = ("trainer.steps=20", "trainer.eval_every=10", "trainer.log_every=10", "batch.eval=50")
+    lra = installed[0] / "bin" / "lra"
+    assert "failed" not in run(lra, "check", "attn=my_attention.py", **elsewhere)
+    assert "8 remain to be run" in run(lra, "reproduce", "my_table.yaml", "--dry-run", *short, **elsewhere)
+    run(lra, "reproduce", "my_table.yaml", *short, **elsewhere)
+    run(lra, "report", "my_table.yaml", "out=paper", *short, **elsewhere)
+    latex = (folder / "paper" / "my_table.tex").read_text()
+    assert "booktabs" in latex and "cosine" in latex and "pathfinder" in latex
+
+
 @pytest.mark.parametrize(
     ("target", "tools"),
     [("demo", False), ("site", False), ("docs", True), ("test", True), ("lint", True), ("aot", True)],

@@ -7,10 +7,8 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -104,16 +102,17 @@ def commands() -> list[str]:
 
 @pytest.fixture(scope="module")
 def own_attention(tmp_path_factory):
-    """The attention that README adds, as one of another package for this process."""
-    name, folder = Path(OWN_FILE).stem, tmp_path_factory.mktemp("own")
-    (folder / f"own_{name}.py").write_text(OWN)
-    points = {name: [EntryPoint(name, f"own_{name}", "lra.attentions")]}
+    """The current folder has the attention that README adds."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / OWN_FILE).write_text(OWN)
+    path = [*sys.path]
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
-        patch.setitem(vars(ATTENTIONS), "_entry_points", points)
+        patch.chdir(folder)
         yield
-    ATTENTIONS._classes.pop(name, None)
-    sys.modules.pop(f"own_{name}", None)
+    sys.path[:] = path
+    for name in [name for name, cls in ATTENTIONS._classes.items() if cls.Config.imported_from]:
+        del ATTENTIONS._classes[name]
+    sys.modules.pop(Path(OWN_FILE).stem, None)
 
 
 @pytest.mark.parametrize("command", commands())
@@ -126,13 +125,12 @@ def test_commands_of_the_guides_parse(command, own_attention):
 
 
 def test_the_attention_of_the_readme_is_trained_and_enters_the_table(tmp_path):
-    shutil.copytree(ROOT / "lra", tmp_path / "lra", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / OWN_FILE).write_text(OWN)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     sizes = [f"task.{split}=20" for split in ("train", "val", "test", "fresh")]
     small = [*sizes, "trainer.steps=2", "trainer.eval_every=2", "trainer.log_every=1", "batch.size=4"]
     shown = ""
-    for command in re.findall(rf"^lra ((?:fit|report) .*\b{Path(OWN_FILE).stem}\b[^#\n]*)", README, re.MULTILINE):
+    for command in re.findall(rf"^lra ((?:fit|report) [^#\n]*\b{re.escape(OWN_FILE)}\b[^#\n]*)", README, re.MULTILINE):
         line = (sys.executable, "-m", "lra", *command.split(), *small)
         done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

@@ -136,7 +136,7 @@ def test_a_full_disk_is_named_where_it_is(tmp_path, monkeypatch):
             raise RuntimeError("a library's own error") from error
 
     monkeypatch.setenv("LRA_DATA", str(tmp_path / "data"))
-    monkeypatch.setattr(hub, "_offline", lambda: "")
+    monkeypatch.setattr(hub, "offline_variable", lambda: "")
     monkeypatch.setattr(hub, "_download", full)
     monkeypatch.setattr(hub, "_cache", lambda: str(tmp_path / "cache"))
     disk = f"{tmp_path}/cache: free some, or set HF_HOME to a folder of a larger disk"

@@ -41,6 +41,7 @@ def gpu(monkeypatch, tmp_path):
     for name in ("init", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test")
+    monkeypatch.setattr(tuner, "use_compile_caches", lambda device: None)  # it asks PyTorch for the GPU
     tuning.forget_tables()
     yield fake
     tuning.forget_tables()
