@@ -137,7 +137,7 @@ def _fit(args: Iterable[str], later: tuple[int, ...] = ()) -> dict[str, Any]:
         return _facts(composed, parts, begun)
 
     opened = directory.opened(begun.checkpoint, begun.done) if parts.trainer.is_global_zero else nullcontext()
-    watching = watched(parts, directory.config, begun.checkpoint is not None)
+    watching = watched(parts.trainer, parts.clock, parts.step, directory.config, begun.checkpoint is not None)
     with opened, preemption.listening(parts.trainer), watching, _recorded(directory, run, parts.trainer, facts):
         _train(run, directory, parts, begun, what)
         scores = _score(directory, parts)

@@ -13,18 +13,18 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module, util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import pytorch_lightning as pl
 from pytorch_lightning.loggers.logger import Logger
 
 from lra.config.compose import flatten
 from lra.errors import UsageError, name_error
 from lra.reading import read_json
+from lra.training.clock import Clock
 from lra.training.output import print_line
 from lra.training.run_directory import write_text
-
-if TYPE_CHECKING:
-    from lra.training.assembly import Assembly
+from lra.training.step import Step
 
 LINKS_FILE = "loggers.json"
 MLFLOW_STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
@@ -207,8 +207,8 @@ class RemoteLogger(Logger):
 class Meter:
     """Measures the speed of training between two calls, and memory."""
 
-    def __init__(self, parts: Assembly):
-        self.trainer, self.clock, self.step = parts.trainer, parts.clock, parts.step
+    def __init__(self, trainer: pl.Trainer, clock: Clock, step: Step):
+        self.trainer, self.clock, self.step = trainer, clock, step
         self._last: tuple[float, int, int] | None = None
 
     def __call__(self) -> dict[str, float]:
@@ -226,12 +226,13 @@ class Meter:
 
 
 @contextlib.contextmanager
-def watched(parts: Assembly, config: Mapping[str, Any], resumed: bool) -> Iterator[None]:
+def watched(
+    trainer: pl.Trainer, clock: Clock, step: Step, config: Mapping[str, Any], resumed: bool
+) -> Iterator[None]:  # fmt: skip
     """Sends what is logged inside to the services of a run, on rank 0. `RemoteLogger.begin` explains the arguments."""
-    trainer = parts.trainer
     loggers = [each for each in trainer.loggers if isinstance(each, RemoteLogger) and trainer.is_global_zero]
     for each in loggers:
-        each.begin(config, resumed, Meter(parts), lambda text: print_line(trainer, text))
+        each.begin(config, resumed, Meter(trainer, clock, step), lambda text: print_line(trainer, text))
     status = "stopped"
     try:
         yield

@@ -105,7 +105,8 @@ def plain(arch: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(few(90) + FEW_HOPPER, id="90"),
+        pytest.param(few(90)[::3] + FEW_HOPPER, id="90, some"),
+        pytest.param(few(90), id="90", marks=pytest.mark.slow),
         pytest.param(few(80) + few(89), id="80, 89", marks=pytest.mark.slow),  # half a minute each
         pytest.param(few(86) + few(120), id="86, 120", marks=pytest.mark.slow),
         pytest.param(few(100), id="100", marks=pytest.mark.slow),
@@ -118,7 +119,7 @@ def test_a_few_compile(cases):
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(largest(86) + largest(120), id="largest"),
+        pytest.param(largest(86) + largest(120), id="largest", marks=pytest.mark.slow),
         *(  # for several cores
             pytest.param(plain(arch)[part::4], id=f"{arch}, part {part}", marks=pytest.mark.slow)
             for arch in (86, 120)

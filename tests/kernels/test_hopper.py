@@ -117,7 +117,7 @@ def test_every_shape_of_tiles(columns, stages, hopper):
                 assert error.ok, f"{kernel}, {name}: error {error.error:.3g}, budget {error.budget:.3g}"
 
 
-@pytest.mark.parametrize("rows", [64, 128, 192, 256])
+@pytest.mark.parametrize("rows", [64, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (128, 192)), 256])
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_every_number_of_groups_that_share_keys(rows, layout, hopper):
     """With tiles in which groups have no queries, whole and partial tiles of keys, and rows that are swept again."""

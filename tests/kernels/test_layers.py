@@ -358,9 +358,10 @@ ORDER = [
 ]  # fmt: skip
 
 
-def test_kernels_compile():
+@pytest.mark.parametrize("cases", [COMPILED[::2], pytest.param(COMPILED[1::2], marks=pytest.mark.slow)])
+def test_kernels_compile(cases):
     """With the products on tensor cores, and no register spilt beyond a few."""
-    for case, kernels in compiled(COMPILED, "tests.kernels.test_layers"):
+    for case, kernels in compiled(cases, "tests.kernels.test_layers"):
         assert [kernel["name"] for kernel in kernels] == ORDER
         for kernel in kernels:
             where = f"{case}: {kernel}"

@@ -277,6 +277,7 @@ COMPILED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_kernels_compile_without_spills():
     for case, kernels in compiled(COMPILED, "tests.kernels.test_softmax"):
         assert [kernel["name"] for kernel in kernels] == ["softmax_forward_kernel", "softmax_backward_kernel"]

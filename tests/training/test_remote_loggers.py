@@ -97,9 +97,9 @@ def test_other_ranks_send_nothing(monkeypatch, tmp_path):
     stand_in(monkeypatch, "trackio", calls)
     for first in (False, True):
         trainer: Any = SimpleNamespace(loggers=[RemoteLogger("trackio", tmp_path)], is_global_zero=first)
-        parts: Any = SimpleNamespace(trainer=trainer, clock=Clock(), step=SimpleNamespace(tokens=0))
+        step: Any = SimpleNamespace(tokens=0)
         trainer.world_size, trainer.global_step = 2, 1
-        with watched(parts, {}, False):
+        with watched(trainer, Clock(), step, {}, False):
             curves.log_row(trainer, {"train/loss": 1.0}, 1)
         assert bool(calls) == first
 
