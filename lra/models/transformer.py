@@ -71,7 +71,8 @@ class EncoderBlock(nn.Module):
         attention = ATTENTIONS.get(attn.name)
         self.layer_drop, self.branch_site = config.layer_drop * (layer + 1) / config.layers, BRANCH_SITE - 2 * layer
         shared_qk = attention.facts.shared_qk
-        self.qkv = self.out = None  # a mixer has its own
+        self.qkv: Any = None  # a mixer has its own projections
+        self.out: Any = None
         if not attention.facts.mixes:
             self.qkv, self.out = nn.Linear(d, (2 if shared_qk else 3) * d), nn.Linear(d, d)
         elif config.positions == "rotary" or config.qk_norm:
@@ -222,6 +223,7 @@ class Encoder(nn.Module):
             self.embedding = Embedding(vocabulary + prefixed + masked, config.d_model)
             nn.init.normal_(self.embedding.weight, std=config.embedding_std)
         sizes = axis_sizes(config.axes, longest, grid)
+        self.positions: Any
         if config.positions == "learned":
             self.positions = LearnedPositions(sizes, config.d_model, config.embedding_std)
         elif config.positions == "sinusoidal":
