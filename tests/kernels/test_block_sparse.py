@@ -37,7 +37,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+@pytest.mark.parametrize("case", sampled(CASES), ids=range(len(CASES)))
 def test_within_budget(case, device):
     assert_within_budget(case, device)
 
@@ -108,6 +108,7 @@ def test_refusals(device):
         block_sparse_attention(q, q, q, layouts.butterfly(48, 16), impl="sdpa")
 
 
+@pytest.mark.slow
 def test_compiles_into_one_graph(device):
     layout = layouts.butterfly(70, 32)
     case = Case((70, 20), dropout=0.3, dtype=HALF)

@@ -135,7 +135,7 @@ def test_packed_and_padded_agree_bitwise(device):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("dropout", sampled([0.0, 0.5]))
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])
 def test_a_lone_key_has_no_gradient_but_its_values(dtype, dropout, deterministic, device):
     """Its weight is 1 whatever the score: what rounding leaves of the score's gradient must not get through."""

@@ -197,7 +197,7 @@ def test_the_mean_of_normed_rows_within_budget(lengths, padded, rate, dtype):
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", sampled([False, True]))
 @pytest.mark.parametrize(
     ("lengths", "d", "f", "rows"), [((100, 3, 0, 30), 64, 128, 133), ((40, 30), 128, 256, 70), ((1,), 64, 64, 1)]
 )

@@ -82,7 +82,7 @@ def test_plain_path_within_budget(case):
 
 
 @pytest.mark.parametrize("columns", sampled([32, 64]))
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("dtype", sampled([torch.float32, HALF]))
 def test_rows_of_many_chunks(columns, dtype, device, monkeypatch):
     from lra.kernels.softmax import softmax_kernels
 

@@ -96,7 +96,7 @@ ALL = {"rotary_share": 0.5, "rotary_bands": "heads", "qk_norm": True, "layer_dro
 
 
 @pytest.mark.parametrize("fields", UNFUSED)
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_blocks_do_not_use_them_for_what_they_do_not_compute(fields, compiled, taken):
     given, calls = UNFUSED[fields]
     model = encoder("rotary", **given)

@@ -22,6 +22,7 @@ from lra.training import assembly, fit
 from tests.config.effects import merged
 from tests.equal_learning import check_captured, check_layouts_and_buffers, check_resuming, same
 from tests.fixtures import write_imdb
+from tests.sampling import sampled
 from tests.tasks.test_hiding import LAYOUTS, gathered, pairs, split
 from tests.tasks.test_masked import MODEL, SHORT, plain_images
 
@@ -218,7 +219,7 @@ CASES: dict[str, tuple[tuple[str, ...], int, bool]] = {
 }
 
 
-@pytest.mark.parametrize("task", CASES)
+@pytest.mark.parametrize("task", sampled(CASES))
 def test_pretrained_then_trained(task, tmp_path, monkeypatch):
     monkeypatch.setenv("LRA_DATA", str(tmp_path / "stores"))
     monkeypatch.chdir(tmp_path)

@@ -20,6 +20,7 @@ from lra.training import assembly, fit
 from tests.config.effects import merged
 from tests.equal_learning import check_captured, check_layouts_and_buffers, check_resuming
 from tests.fixtures import pngs, write_cifar10
+from tests.sampling import sampled
 from tests.tasks.test_hiding import LAYOUTS, gathered, pairs, split
 
 MODEL = ("model.d_model=32", "model.layers=1", "model.d_ff=32", "trainer.accelerator=cpu")
@@ -191,7 +192,7 @@ CASES: dict[str, tuple[tuple[str, ...], int, bool]] = {
 }
 
 
-@pytest.mark.parametrize("task", CASES)
+@pytest.mark.parametrize("task", sampled(CASES))
 def test_pretrained_then_trained(task, tmp_path, monkeypatch):
     monkeypatch.setenv("LRA_DATA", str(tmp_path / "stores"))
     monkeypatch.chdir(tmp_path)

@@ -21,6 +21,7 @@ from lra.training.fit import configure
 from lra.training.plateau import Plateau
 from lra.training.schedule import learning_rate
 from lra.training.step import Step
+from tests.sampling import sampled
 from tests.training.conftest import arguments
 from tests.training.test_engine import without_graphs  # noqa: F401 - a fixture
 from tests.training.test_faults import same, state
@@ -113,7 +114,7 @@ def test_counts_go_on_from_every_validation():
 
 
 @pytest.mark.parametrize("engine", ["eager", "static"])
-@pytest.mark.parametrize("step", [3, 7, 9])
+@pytest.mark.parametrize("step", sampled([3, 7, 9]))
 def test_a_plateau_resumes_bitwise(small, monkeypatch, request, engine, step):
     """Also between validations, which are after each second step."""
     if engine == "static":
@@ -199,7 +200,7 @@ def test_a_run_that_has_stopped_is_not_trained_on(small, monkeypatch):
 
 
 @pytest.mark.parametrize("engine", ["eager", "static"])
-@pytest.mark.parametrize("step", [1, 5, 7])
+@pytest.mark.parametrize("step", sampled([1, 5, 7]))
 def test_patience_resumes_bitwise(small, monkeypatch, request, engine, step):
     if engine == "static":
         request.getfixturevalue("without_graphs")
