@@ -67,7 +67,9 @@ def test_within_budget(case, hopper):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities and NaN on their way
 @pytest.mark.parametrize("inputs", [name for name in INPUT_KINDS if name != "normal"])
-@pytest.mark.parametrize(("head_dim", "dropout", "shared"), [(32, 0.3, True), (32, 0.0, False), (64, 0.0, False)])
+@pytest.mark.parametrize(("head_dim", "dropout", "shared"), [
+    (32, 0.3, True), *(pytest.param(d, 0.0, False, marks=pytest.mark.slow) for d in (32, 64))
+])  # fmt: skip
 def test_special_inputs(inputs, head_dim, dropout, shared, hopper, monkeypatch):
     """Of fp16, whose hidden keys are not extreme by themselves, those are counted as such."""
     monkeypatch.setattr(tiles, "EXTREME", tl.constexpr(256.0))

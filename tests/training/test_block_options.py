@@ -65,7 +65,9 @@ def test_neither_layout_nor_buffers_change_a_run_with_batch_norms(trained, monke
     assert running and all(value.any() for value in running)
 
 
-@pytest.mark.parametrize("options", [(), ("trainer.average=ema",)], ids=["plain", "ema"])
+@pytest.mark.parametrize(
+    "options", [("trainer.average=ema",), pytest.param((), marks=pytest.mark.slow)], ids=["ema", "plain"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_resuming_changes_nothing(trained, monkeypatch, kind, options):
     check_resuming(trained, monkeypatch, *KINDS[kind], *options)

@@ -14,7 +14,6 @@ from lra.training.clock import RUNS_PER_DEVICE, Clock
 from lra.training.lightning import WholeCheckpointIO
 from lra.training.narrator import Narrator
 from lra.training.run_directory import time_and_memory
-from tests.sampling import sampled
 from tests.training.test_fit import interrupt_at
 
 ON_CPU: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))  # a trainer, or a model
@@ -22,7 +21,7 @@ PAUSE = 0.5  # seconds, of which there are more than a small run's steps take
 
 
 @pytest.mark.parametrize(
-    ("owner", "method"), sampled([(WholeCheckpointIO, "save_checkpoint"), (TaskModule, "on_validation_epoch_end")])
+    ("owner", "method"), [(WholeCheckpointIO, "save_checkpoint"), (TaskModule, "on_validation_epoch_end")]
 )
 def test_a_runs_time_and_expected_pace_are_of_its_steps(small, monkeypatch, capsys, one_thread, owner, method):
     slow = getattr(owner, method)
