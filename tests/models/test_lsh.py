@@ -112,7 +112,7 @@ def assert_same(out: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
         torch.testing.assert_close(grad, grad_exact, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "size", "hashes"), CASES)
 def test_result_and_gradients_are_the_definition(name, size, hashes, padded):
     attention, batch = build(name, size, hashes), make_batch(LENGTHS, padded, CPU)

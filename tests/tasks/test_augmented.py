@@ -125,7 +125,8 @@ def test_the_loss_is_the_same_however_the_batch_is_divided(task, pooling):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("task", sampled(FIELDS))
 def test_compiled_is_the_same(task, backend, monkeypatch):
     here = module(task, *FIELDS[task], "model.attn_dropout=0")

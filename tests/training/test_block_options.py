@@ -114,6 +114,7 @@ def test_an_average_has_running_statistics_of_its_own(small):
     assert torch.equal(kept["training_weights"][key], raw[key]) and not torch.equal(kept["state_dict"][key], raw[key])
 
 
+@pytest.mark.slow
 def test_two_devices_agree_on_the_running_statistics_of_a_step(tmp_path, small):
     """The same sequences, each device's share normalised by itself, as micro-batches are."""
     shared = (*BATCH, "model.attn_dropout=0", "trainer.steps=4")
