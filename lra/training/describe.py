@@ -6,14 +6,11 @@ import math
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities import rank_zero_only
 
 from lra.config.schema import RunConfig
-from lra.errors import name_file
 from lra.tasks.base import TaskData
 from lra.training import result
 from lra.training.assembly import Assembly
-from lra.training.output import console
 
 
 def describe_run(run: RunConfig, parts: Assembly) -> str:
@@ -62,10 +59,3 @@ def describe_device(trainer: pl.Trainer) -> str:
 def describe_test_sets(data: TaskData) -> str:
     """Names the test sets with their numbers of sequences or pairs."""
     return " and ".join(f"{name} of {len(data.parts[name]):,}" for name in data.test_sets)
-
-
-@rank_zero_only
-def say(text: str, *notes: str) -> None:
-    with name_file("the standard output"):
-        for line in (text, *(f"note: {note}" for note in notes)):
-            console.print(line)

@@ -17,11 +17,11 @@ from lra.errors import UsageError, is_out_of_memory
 from lra.tasks.base import TaskModule
 from lra.training import checkpoints, result, transfer
 from lra.training.assembly import build_modules, make_rank, resolve_attention, resolve_engine
-from lra.training.describe import advise_smaller_batch, describe_device, describe_test_sets, say
+from lra.training.describe import advise_smaller_batch, describe_device, describe_test_sets
 from lra.training.fit import REGISTRIES
 from lra.training.hardware import crowding_note, join_launch, trainer_hardware
 from lra.training.lightning import leave_process_group, silence_lightning
-from lra.training.output import console
+from lra.training.output import console, say
 from lra.training.predictions import gather_predictions, write_predictions
 from lra.training.progress import progress_options
 from lra.training.run_directory import HARDWARE_FIELDS, PREDICTIONS_FILE

@@ -32,10 +32,11 @@ from lra.training import checkpoints, provenance, result, transfer
 from lra.training.assembly import Assembly, assemble
 from lra.training.curves import log_row
 from lra.training.data_size import count_examples
-from lra.training.describe import advise_smaller_batch, describe_run, describe_test_sets, device_kind, say
+from lra.training.describe import advise_smaller_batch, describe_run, describe_test_sets, device_kind
 from lra.training.draws import UNKNOWN_DRAWS, DrawHistory
 from lra.training.hardware import crowding_note, join_launch
 from lra.training.lightning import leave_process_group, silence_lightning
+from lra.training.output import say
 from lra.training.predictions import gather_predictions, write_predictions
 from lra.training.preemption import Preemption
 from lra.training.remote_loggers import watched

@@ -12,11 +12,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from pytorch_lightning.utilities import rank_zero_only
-
 from lra.data import hub_errors
 from lra.errors import UsageError
-from lra.training.output import console
+from lra.training.output import say
 from lra.training.run_files import read_config
 
 SCHEME = "hf://"
@@ -88,7 +86,7 @@ def fetch_weights(text: str) -> Path:
             failure = error
     why = hub_errors.explain_failure(failure, "model") if failure else f"{offline} is set"
     if folder := _cached(address):
-        _note(f"{why}: the copy of commit {folder.name} in the Hub's cache is used")
+        say(f"note: {why}: the copy of commit {folder.name} in the Hub's cache is used")
         return folder
     raise UsageError(f"{text}: {why}; no copy is in the Hub's cache") from failure
 
@@ -137,8 +135,3 @@ def _explain_answer(error: Exception, address: HubAddress) -> str:
         said = hub_errors.explain_failure(error, "model")
         return said if "log in" in said else f"{said}: mend the name, or log in with hf auth login if it is private"
     return ""
-
-
-@rank_zero_only
-def _note(text: str) -> None:
-    console.print(f"note: {text}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities import rank_zero_only
 
 from lra.errors import name_file
 from lra.terminal import Terminal
@@ -16,6 +17,14 @@ def print_line(trainer: pl.Trainer, text: str) -> None:
     if trainer.is_global_zero:
         with name_file("the standard output"):
             console.print(text)  # the bar draws on the same console
+
+
+@rank_zero_only
+def say(text: str, *notes: str) -> None:
+    """Prints a line and its notes."""
+    with name_file("the standard output"):
+        for line in (text, *(f"note: {note}" for note in notes)):
+            console.print(line)
 
 
 def format_duration(seconds: float) -> str:

@@ -18,9 +18,11 @@ import torch
 from torch import nn
 
 from lra.batch import Batch
+from lra.errors import name_error
 from lra.tasks.base import TaskModule
 from lra.timeline import inner_phase
 from lra.training.optim import trained_parameters
+from lra.training.output import say
 
 Compilations = dict[Any, list[Callable[[], Any]]]  # by kernel
 
@@ -49,7 +51,10 @@ def precompile_kernels(module: TaskModule, batch: Batch, bf16: bool, threads: in
         with cast(), torch.no_grad():
             module(batch)
     with inner_phase("compiling kernels in parallel"):
-        compile_noted(noted, threads, device)
+        errors = compile_noted(noted, threads, device)
+    if errors:
+        first = name_error(errors[0])
+        say(f"note: threads could not compile {len(errors)} of a step's kernels ({first}): their first launch does")
 
 
 @contextmanager
@@ -69,25 +74,27 @@ def noted_launches() -> Iterator[Compilations]:
         JITFunction.run = launch  # type: ignore[method-assign]
 
 
-def compile_noted(noted: Compilations, threads: int, device: torch.device) -> None:
+def compile_noted(noted: Compilations, threads: int, device: torch.device) -> list[Exception]:
     """Compiles what was noted. A kernel's launches follow each other: they may be alike.
 
-    An error is left to the launch, which meets it again where it can be explained.
+    Returns an error for each kernel that can't be compiled here. Its launch meets what is wrong with the kernel again,
+    where it can be explained.
     """
 
-    def compile_one(compilations: list[Callable[[], Any]]) -> None:
+    def compile_one(compilations: list[Callable[[], Any]]) -> Exception | None:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # each thread has a device of its own, at first GPU 0
         for compilation in compilations:
             try:
                 compilation()
-            except Exception:
-                return
+            except Exception as error:  # whatever a compiler raises
+                return error
+        return None
 
     if not noted:  # no kernel is Triton's
-        return
+        return []
     with ThreadPoolExecutor(min(threads, len(noted))) as pool:
-        list(pool.map(compile_one, noted.values()))
+        return [error for error in pool.map(compile_one, noted.values()) if error is not None]
 
 
 @contextmanager

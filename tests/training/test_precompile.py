@@ -59,7 +59,8 @@ def test_an_error_of_the_compiler_is_left_to_the_launch(kernel, monkeypatch):
     with noted_launches() as noted:
         launched[(1,)]()
     noted[id(launched)][0] = lambda: 1 / 0
-    compile_noted(noted, threads=1, device=torch.device("cpu"))
+    (error,) = compile_noted(noted, threads=1, device=torch.device("cpu"))
+    assert isinstance(error, ZeroDivisionError)
 
 
 @pytest.mark.parametrize("options", [(), ("model.norm=batch", "model.layers=3")])
