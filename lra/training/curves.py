@@ -21,7 +21,22 @@ CURVE_COLUMNS: tuple[str, ...] = ("step", "train/loss", "lr", "val/loss", "val/a
 GRAD_NORM = "train/grad_norm"  # a column of runs that measure it
 
 
-class Curves(Logger):
+class RowLogger(Logger):
+    """A logger of rows alone. Configurations reach it another way, if at all, and the run's directory is its name."""
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @property
+    def name(self) -> str:
+        return ""
+
+    @property
+    def version(self) -> str:
+        return ""
+
+
+class Curves(RowLogger):
     """A CSV logger. Lightning's deletes the file of a resumed run; this one drops only rows that are logged again.
 
     Args:
@@ -83,17 +98,6 @@ class Curves(Logger):
             if old != path:
                 old.unlink()
         return path
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass  # config.yaml holds them
-
-    @property
-    def name(self) -> str:
-        return ""
-
-    @property
-    def version(self) -> str:
-        return ""
 
 
 def log_row(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:

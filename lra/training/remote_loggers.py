@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import pytorch_lightning as pl
-from pytorch_lightning.loggers.logger import Logger
 
 from lra.config.compose import flatten
 from lra.errors import UsageError, name_error
 from lra.reading import read_json
 from lra.training.clock import Clock
+from lra.training.curves import RowLogger
 from lra.training.output import print_line
 from lra.training.run_directory import write_text
 from lra.training.step import Step
@@ -125,7 +125,7 @@ class TrackioRun:
 SERVICES: dict[str, Callable[[RemoteRun], Service]] = {"wandb": WandbRun, "mlflow": MlflowRun, "trackio": TrackioRun}
 
 
-class RemoteLogger(Logger):
+class RemoteLogger(RowLogger):
     """Sends the rows of a run to a service, from `begin` to `end`.
 
     Args:
@@ -189,19 +189,8 @@ class RemoteLogger(Logger):
             self._run = None
             self._say(f"note: logger={self.service} failed, the run goes on without it ({name_error(error)})")
 
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass  # `begin` sends them
-
     def finalize(self, status: str) -> None:
         pass  # Lightning calls this before the test; `end` ends
-
-    @property
-    def name(self) -> str:
-        return ""
-
-    @property
-    def version(self) -> str:
-        return ""
 
 
 class Meter:
