@@ -12,14 +12,13 @@ from lra.commands import app, verb
 from lra.completion import complete_fields
 from lra.errors import UsageError
 from lra.printing import console, print_measured
+from lra.verbs.fields import DryRun
 
 
 @verb(app, parser="lra.experiments:parse_reproduction")
 def reproduce(
     fields: Annotated[list[str] | None, typer.Argument(metavar="[<name> [field=value …]]")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only print what is there, what is left and how long that takes.")
-    ] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Measure what a paper states, and say whether it holds here; without a name, list what there is."""
     from lra.experiments import find_experiment, list_experiments
@@ -49,9 +48,7 @@ def sweep(
             autocompletion=complete_fields,
         ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only print what is there, what is left and how long that takes.")
-    ] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Train with every combination of several values of fields; best by validation first.
 

@@ -1,4 +1,4 @@
-"""The arguments `field=value` of verbs."""
+"""Arguments and options that several verbs take."""
 
 from __future__ import annotations
 
@@ -15,3 +15,6 @@ Fields = Annotated[list[str] | None, typer.Argument(
 TaskFields = Annotated[list[str] | None, typer.Argument(
     metavar="task=… [recipe=…] [field=value …]", help="Fields of the task.", autocompletion=complete_fields
 )]  # fmt: skip
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Only print what is there, what is left and how long that takes.")
+]
