@@ -17,7 +17,7 @@ from typing import Any
 
 from lra import environment
 from lra.bench.output import open_output
-from lra.bench.step import one_device
+from lra.bench.step import is_named_or_continued, one_device
 from lra.caches import CACHE_READERS
 from lra.config.options import recorded_options, split_options
 from lra.config.override import Override
@@ -65,7 +65,7 @@ def parse_start_fields(args: Iterable[str | Override]) -> tuple[StartOptions, li
     options, given = split_options(StartOptions, args)
     fields = [*map(str, given), *([] if any(each.field == "init" for each in given) else ["init=null"])]
     run: RunConfig = configure(fields).config
-    if run.name or run.resume != "false" or run.draws != "same" or run.predictions:
+    if is_named_or_continued(run):
         raise UsageError("name=, resume=, draws= and predictions= mean nothing to a measurement: leave them out")
     return options, fields, run
 

@@ -93,7 +93,7 @@ def parse_step_fields(args: Iterable[str | Override]) -> tuple[StepOptions, Comp
     run: RunConfig = composed.config
     if Override("profile", "true") in given and not set(options.loops) & set(PROFILED_LOOPS):
         raise UsageError(f"profile=true needs loops={' or '.join(PROFILED_LOOPS)}: add one, or leave it out")
-    if run.init or run.name or run.resume != "false" or run.draws != "same" or run.predictions:
+    if run.init or is_named_or_continued(run):
         raise UsageError("init=, name=, resume=, draws= and predictions= mean nothing to a measurement: leave them out")
     if run.logger != RunConfig.logger:
         raise UsageError("logger= means nothing to a measurement: leave it out")
@@ -102,6 +102,11 @@ def parse_step_fields(args: Iterable[str | Override]) -> tuple[StepOptions, Comp
             f"trainer.steps={run.trainer.steps}, but {options.total} are needed: raise it, or lower steps= and warmup="
         )
     return options, composed
+
+
+def is_named_or_continued(run: RunConfig) -> bool:
+    """Whether fields are set that name, continue or keep a run, and so mean nothing to a measurement."""
+    return bool(run.name or run.resume != "false" or run.draws != "same" or run.predictions)
 
 
 def measure_step(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> StepResult:
