@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from lra import reading
+from lra.config.model import ModelConfig
 from lra.config.registry import Registry, describe_unknown, owning_package
 from lra.config.sources import find_source, split_reference
 from lra.errors import UsageError, shorten
 
 CONFIGS_FOLDER = Path(__file__).parent.parent / "configs"
 # for a mixer, which has no queries and keys to change, and sees the order of tokens by itself
-WITHOUT_QUERIES = {
-    "positions": "none", "axes": 1, "rotary_base": 10000.0, "rotary_share": 1.0, "rotary_bands": "all",
-    "qk_norm": False,
-}  # fmt: skip
+WITHOUT_QUERIES = {"positions": "none"} | {
+    name: getattr(ModelConfig, name) for name in ("axes", "rotary_base", "rotary_share", "rotary_bands", "qk_norm")
+}
 ENTRY_POINTS = {"recipe": "lra.recipes", "table": "lra.tables"}  # groups by the kind of file
 
 
