@@ -68,7 +68,7 @@ def compose(
             f"{' and '.join(f'{name}=' for name in missing)} missing{f', {near[0]}= is given' if near else ''}: "
             f"{first}= is one of {', '.join(registries[first].catalogue())}"
         )
-    classes = {name: registry.get(selected[name]) for name, registry in registries.items()}
+    classes = {name: registry.get_declared(selected[name]) for name, registry in registries.items()}
     names = selected | {name: cls.Config.name for name, cls in classes.items()}
     task, attn = names["task"], names["attn"]
 
@@ -133,7 +133,7 @@ def restore(
         raise UsageError("recipe= chooses fields of a new run: the saved one has its own, give those to change")
     kept, nodes = dict(saved), {}
     for name, registry in registries.items():
-        chosen = registry.get(selected[name]) if name in selected else registry.get_saved(saved[name], name)
+        chosen = registry.get_declared(selected[name]) if name in selected else registry.get_saved(saved[name], name)
         nodes[name] = chosen.Config
         # another component's options would not fit the chosen one
         options = saved[name].items() if nodes[name].name == saved[name]["name"] else ()

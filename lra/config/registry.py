@@ -150,14 +150,26 @@ class Registry:
         return self.find(text).name if split_reference(text)[0] else text
 
     def get(self, text: str) -> Any:
-        """Returns the class of a name or a reference. Raises a UsageError that says what to do if it can't be used."""
+        """Returns the class of a name or a reference, to use it.
+
+        Raises a UsageError that says what to do if it can't be used, also if a package that it needs is not installed.
+        """
+        entry = self.find(text)
+        if not entry.lacks and entry.missing:  # even if it is imported: what can be used does not depend on that
+            packages = " ".join(requirement.split()[0] for requirement in entry.missing)
+            raise UsageError(f"{self.kind} '{entry.name}' needs {', '.join(entry.missing)}: pip install {packages}")
+        return self.get_declared(text)
+
+    def get_declared(self, text: str) -> Any:
+        """Returns the class of a name or a reference, to read its configuration and facts.
+
+        Packages that it needs may be missing here: results of other machines are read with it. Raises a UsageError if
+        its declaration is wrong.
+        """
         entry = self.find(text)
         name = entry.name
         if entry.lacks:  # even if it is imported: another one may have taken its name
             raise UsageError(f"{self.kind} '{name}' lacks {entry.lacks}: rename, mend or remove what declares it")
-        if entry.missing:  # likewise: what can be had does not depend on what is imported
-            packages = " ".join(requirement.split()[0] for requirement in entry.missing)
-            raise UsageError(f"{self.kind} '{name}' needs {', '.join(entry.missing)}: pip install {packages}")
         if name not in self._classes or self._classes[name].__module__ != entry.module:
             import_component(entry.module)
         if entry.source:
@@ -167,9 +179,9 @@ class Registry:
     def get_saved(self, saved: Mapping[str, Any], field: str) -> Any:
         """Returns the class of a saved configuration. The UsageError says which `field` may name its source anew."""
         if not (source := saved.get("from")):
-            return self.get(saved["name"])
+            return self.get_declared(saved["name"])
         try:
-            return self.get(f"{source}:{saved['name']}")
+            return self.get_declared(f"{source}:{saved['name']}")
         except UsageError as error:
             raise UsageError(f"{error} ({field}= says where it is now)") from None
 

@@ -25,6 +25,7 @@ from lra.experiments.grid.local_launcher import CellStates
 from lra.experiments.grid.slurm import SlurmResources
 from lra.experiments.grid.watch import GridWatch, format_others, format_scores
 from lra.experiments.reproduction import Reproduction, TextTable, format_tenth, mean_over_common_seeds
+from lra.models.attention import ATTENTIONS
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,8 @@ def reproduce(
     table, launch = table.under(chosen), Launch(chosen, options, asked)
     if dry_run:
         return launch.plan(_measured_alone(table, chosen, options.speed), _measuring_command(table, options, fields))
+    for name in dict.fromkeys(cell.composed.config.attn.name for cell in chosen):
+        ATTENTIONS.get(name)  # refuse now what needs a package that is not here
     return summarise_states(table, launch.work(GridWatch(table.name, table.about, progress)))
 
 

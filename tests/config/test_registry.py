@@ -93,6 +93,10 @@ def test_a_missing_package_is_named(registry):
         registry.get("ghost")
 
 
+def test_a_configuration_can_be_read_without_a_missing_package(registry):
+    assert registry.get_declared("ghost").Config().name == "ghost"
+
+
 def test_a_missing_package_is_named_after_its_module_was_imported_too(registry):
     importlib.import_module(registry.catalogue()["ghost"].module)
     with pytest.raises(UsageError, match="pip install no_such_package"):
