@@ -23,12 +23,13 @@ from benchmarks.pages import (
     pictures,
     readme,
     runs,
+    sota,
     tables,
     training,
     tutorial,
 )
 
-MAKERS = (attentions, cards, fields, fig3, headline, pictures, readme, runs, tables, training, tutorial)
+MAKERS = (attentions, cards, fields, fig3, headline, pictures, readme, runs, sota, tables, training, tutorial)
 
 
 def pages() -> dict[Path, str]:

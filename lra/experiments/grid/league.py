@@ -8,13 +8,13 @@ that never sees validation or test. Tables keep the two apart.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Any
 
 from lra.config.schema import RunConfig
-from lra.experiments.grid.grid import Cell
+from lra.experiments.grid.grid import Cell, League
 
 
-def league_of(reasons: Collection[str]) -> Literal["strict", "open"]:
+def league_of(reasons: Collection[str]) -> League:
     """Returns the league of a cell with these `open_reasons`."""
     return "open" if reasons else "strict"
 
