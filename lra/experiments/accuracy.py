@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lra.config.compose import RUN_FIELDS
 from lra.config.options import split_options
 from lra.config.override import Override, parse_overrides
+from lra.config.start_rules import RUN_FIELDS
 from lra.errors import UsageError
 from lra.experiments import speed
 from lra.experiments.grid import cells, grid, plan
