@@ -132,7 +132,8 @@ def hub_card(result: Result, repo: str, license: str) -> str:
     return "\n\n".join([
         f"---\n{_head(result, repo, license)}\n---",
         f"# {repo.partition('/')[2]}",
-        f"A Transformer for the task {task_name(result)} of the Long Range Arena, trained with `{LIBRARY}`.",
+        f"A Transformer for the task {task_name(result)} of the Long Range Arena{_protocol(result)}, trained with "
+        f"`{LIBRARY}`.",
         markdown_table(("", ""), card_facts(result)),
         "## Accuracy",
         markdown_table(*score_table(result)),
@@ -157,7 +158,8 @@ def _head(result: Result, repo: str, license: str) -> str:
     scores = [
         EvalResult(
             task_type=_pipeline(result), dataset_type=sources[0] if sources else task,
-            dataset_name=f"Long Range Arena: {result['task']}", dataset_split=name, metric_type="accuracy",
+            dataset_name=f"Long Range Arena: {result['task']}{_protocol(result)}", dataset_split=name,
+            metric_type="accuracy",
             metric_value=round(score["accuracy"], 6), metric_name=f"accuracy ({name} set)",
         )
         for name, score in scored_sets(result).items()
@@ -168,6 +170,11 @@ def _head(result: Result, repo: str, license: str) -> str:
         model_name=repo.partition("/")[2], eval_results=scores,
     )  # fmt: skip
     return data.to_yaml().strip()
+
+
+def _protocol(result: Result) -> str:
+    """Returns the protocol in parentheses, where a task has several: scores of one are none of another."""
+    return f" ({result['protocol']})" if result.get("protocol") else ""
 
 
 def _pipeline(result: Result) -> str:

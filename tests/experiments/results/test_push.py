@@ -13,11 +13,14 @@ import torch
 from huggingface_hub import ModelCard
 
 import lra
+from benchmarks.pages import measured
 from lra.errors import UsageError
+from lra.experiments.results.card import hub_card
 from lra.experiments.results.push import push_run
 from lra.training import checkpoints
 from lra.training.assembly import build_modules
 from lra.training.fit import configure
+from lra.training.leakage import restore_task
 from lra.training.transfer import transfer_weights
 from tests import command_line
 from tests.hub_server import HubServer, Model, hub_server
@@ -99,6 +102,14 @@ def test_the_card_has_the_head_that_the_hub_reads(server, run):
     _, module = build_modules(configure(shlex.split(line, comments=True)[2:]).config)
     address = f"hf://{REPO}"
     assert not transfer_weights(module, *checkpoints.read_checkpoint(address), address).fresh
+
+
+def test_the_card_of_the_small_set_of_pairs_says_so():
+    fields = "task.dataset=scisumm,trainer.eval_every=300,trainer.steps=3000"
+    result = json.loads((measured.RUNS / f"retrieval/flash/curriculum+{fields}-s0/result.json").read_text())
+    result["protocol"] = restore_task(result["config"]["task"]).protocol
+    text = hub_card(result, REPO, "mit")
+    assert text.count("(scisumm, not the pairs of LRA)") == 2, "the head for the Hub, and the first sentence"
 
 
 @pytest.mark.usefixtures("known")
