@@ -294,6 +294,8 @@ class _Tree:
             return None
         fields = {field: self.typed(field) for field in self.values if field.startswith("task.")}
         examples = count(self._built(self.example.task, fields, "task."))
+        if "train_share" in self.values:
+            examples *= Fraction(str(self.typed("train_share")))
         exact = Fraction(str(epochs)) * examples / max(self.typed("batch.size"), 1)
         return max(math.ceil(exact), 1)
 
