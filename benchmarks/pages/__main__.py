@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.command import command
 from benchmarks.pages import (
+    ablation,
     attentions,
     cards,
     fields,
@@ -29,7 +30,7 @@ from benchmarks.pages import (
     tutorial,
 )
 
-MAKERS = (attentions, cards, fields, fig3, headline, pictures, readme, runs, sota, tables, training, tutorial)
+MAKERS = (ablation, attentions, cards, fields, fig3, headline, pictures, readme, runs, sota, tables, training, tutorial)
 
 
 def pages() -> dict[Path, str]:

@@ -24,7 +24,14 @@ from lra.experiments.grid.launch import Launch, LaunchOptions, describe_unfinish
 from lra.experiments.grid.local_launcher import CellStates
 from lra.experiments.grid.slurm import SlurmResources
 from lra.experiments.grid.watch import GridWatch, format_others, format_scores
-from lra.experiments.reproduction import Reproduction, TextTable, format_tenth, mean_over_common_seeds
+from lra.experiments.reproduction import (
+    Reproduction,
+    TextTable,
+    format_tenth,
+    mean_over_common_seeds,
+    stand_upright,
+    stands_upright,
+)
 from lra.experiments.results.accuracy_tables import with_published
 from lra.models.attention import ATTENTIONS
 
@@ -106,7 +113,9 @@ def reproduce(
     else:
         for name in dict.fromkeys(cell.composed.config.attn.name for cell in chosen):
             ATTENTIONS.get(name)  # refuse now what needs a package that is not here
-        made = summarise_states(table, launch.work(GridWatch(table.name, table.about, progress)))
+        shown = ({getattr(cell, name) for cell in chosen} for name in ("column", "attn"))
+        watch = GridWatch(table.name, table.about, progress, upright=stands_upright(*shown))
+        made = summarise_states(table, launch.work(watch))
     ran = {cell.column for cell in chosen}
     if left := [name for name in table.together() if name not in ran and not options.tasks]:
         made.lines.append(f"recipe {options.recipe or table.recipe} has no {', '.join(left)}: left out")
@@ -192,4 +201,4 @@ def accuracy_table(table: Grid, states: CellStates) -> TextTable:
             row += ["" if mean is None else f"{mean:.2f}", *[format_tenth(paper)] * stated]
         rows.append(row)
     header = ["attention", *(text for name in shown for text in (name, *["paper"] * stated))]
-    return table.titled(f"{table.name}: test accuracy, %"), *with_published(table, header, rows)
+    return stand_upright((table.titled(f"{table.name}: test accuracy, %"), *with_published(table, header, rows)))

@@ -24,6 +24,7 @@ from lra.experiments.reproduction import (
     TextTable,
     add_footnote,
     format_tenth,
+    stand_upright,
 )
 from lra.experiments.results import formats, html, ledger
 from lra.experiments.results.accuracy_tables import BOLD_RULE, accuracy_tables, marked, time_tables
@@ -88,7 +89,7 @@ def make_report(name: str, args: Sequence[str]) -> Report:
     made = ((leagues[cell.column, cell.attn], ledger.make_row(shown, cell, found)) for cell in cells)
     rows = [dataclasses.replace(row, league=kind) for kind, row in made]
     attns = table.rows(options.attns)
-    tables = [add_footnote(*made) for made in _tables(shown, rows, columns, attns) if made[2]]
+    tables = [stand_upright(add_footnote(*made)) for made in _tables(shown, rows, columns, attns) if made[2]]
     under = " ".join((f"recipe: {recipe}", *map(str, fields)))
     others = {column: own for column in columns if (own := table.columns[column].recipe)}
     under += "".join(f"; of {column}: {own}" for column, own in others.items())
