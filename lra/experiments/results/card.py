@@ -47,6 +47,8 @@ def card_facts(result: Result, before: Sequence[Result] | None) -> Iterator[tupl
     seed = config["task"].get("data_seed")
     yield "data", f"{result['data']['source']}{'' if seed is None else f', seed {seed}'}; {fields}"
     yield "store", f"`{result['data']['store']}`"
+    if differences := result["data"].get("differences"):
+        yield "the data differ", "; ".join(map(str, differences))
     yield "trained with", f"{trained_on(result)}, CUDA {made_with['cuda']}, {made_with['platform']}"
     named = ", ".join(f"{package} {version}" for package, version in versions.items() if version)
     yield "versions", f"commit {made_with['commit']}; {named}"

@@ -33,6 +33,7 @@ from lra.experiments.speed import BASELINE, mean_ratio
 from lra.tasks import TASKS
 from lra.terminal import Bold, make_visible
 from lra.training.run_directory import RUNS_FOLDER, write_text
+from lra.training.run_files import as_mapping
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def make_report(name: str, args: Sequence[str]) -> Report:
     under = " ".join((f"recipe: {recipe}", *map(str, fields)))
     others = {column: own for column in columns if (own := table.columns[column].recipe)}
     under += "".join(f"; of {column}: {own}" for column, own in others.items())
-    notes = [under, *_summary(rows), *_reasons(opened), *notes, *_unlike(rows), *found.notes]
+    notes = [under, *_summary(rows), *_reasons(opened), *notes, *_unlike(rows), *_other_data(found), *found.notes]
     if any(isinstance(cell, Bold) for _, _, lines in tables for line in lines for cell in line):
         notes.insert(1, BOLD_RULE)
     if shown.others:
@@ -215,6 +216,15 @@ def _unlike(rows: list[ReportRow]) -> Iterator[str]:
             if len(kinds) > 1:
                 parts = (f"{name}: {', '.join(runs)}" for name, runs in sorted(kinds.items()))
                 yield f"{column}: {what} are compared ({'; '.join(parts)})"
+
+
+def _other_data(found: ledger.Ledger) -> Iterator[str]:
+    """How the data of results differ from the task's, such as a part of its pairs: a note for each column."""
+    said: dict[str, dict[str, None]] = {}
+    for cell, entry in found.entries.items():
+        differences = as_mapping(entry.result.get("data")).get("differences") or ()
+        said.setdefault(cell.column, {}).update(dict.fromkeys(map(str, differences)))
+    yield from (f"{column}: {'; '.join(texts)}" for column, texts in said.items() if texts)
 
 
 def _write(table: Grid, report: Report, folder: Path) -> list[Path]:

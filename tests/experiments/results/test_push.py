@@ -128,6 +128,8 @@ def test_the_card_of_the_small_set_of_pairs_says_so():
     result = json.loads((measured.RUNS / f"retrieval/flash/curriculum+{fields}-s0/result.json").read_text())
     result["protocol"] = restore_task(result["config"]["task"]).protocol
     text = hub_card(result, REPO, "mit", [])
+    part = result["data"] | {"differences": ["train has 120 rows, where 147,086 are published"]}
+    assert "| the data differ | train has 120 rows, where 147,086" in hub_card(result | {"data": part}, REPO, "mit", [])
     assert text.count("(scisumm, not the pairs of LRA)") == 2, "the head for the Hub, and the first sentence"
 
 
