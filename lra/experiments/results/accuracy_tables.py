@@ -114,7 +114,7 @@ def time_tables(rows: Sequence[ReportRow], columns: Sequence[str], attns: Sequen
     for place in dict.fromkeys(row.hardware for row in rows if row.chain_minutes is not None):
         here = [row for row in rows if row.hardware == place]
         title = (
-            f"minutes of one {place} to these accuracies, from prepared data to scores, with all stages and "
+            f"GPU-minutes to these accuracies on {place}, from prepared data to scores, with all stages and "
             "compilation: the slowest seed that had its GPU alone (≤: none had, the fastest)"
         )
         lines = [[a, *(marked(_minutes(here, a, c), here, a, c) for c in columns)] for a in attns]

@@ -85,7 +85,7 @@ def test_time_to_accuracy_counts_the_stages(tmp_path):
         own = result(cell, wall_seconds=float(seconds), provenance=chain, runs_per_device=shared)
         put(tmp_path / f"{cell.seed}.json", own)
     asked = [f"results={tmp_path}", "attns=flash", "tasks=text"]
-    title = "minutes of one NVIDIA H200"
+    title = "GPU-minutes to these accuracies on NVIDIA H200"
     assert table(report.make_report("sota", asked), title) == {"flash": {"text": "2.5"}}
     for seed in (0, 1):
         (tmp_path / f"{seed}-stage.json").unlink()  # what is not known of a stage is not known of the chain
