@@ -93,6 +93,14 @@ def test_a_card_says_which_run_was_validated_on_the_test_images():
     assert chosen == {"path256-all", "path256-all-butterfly"}
 
 
+def test_the_card_of_a_pretrained_model_of_imported_data():
+    result = json.loads((measured.RUNS / "text/flash/amos2024-s0/result.json").read_text(encoding="utf-8"))
+    text = cards.card("text", result, cards.known())
+    assert "| league | strict |" in text and "| 89.98 ± 0.37 of 25,000 |" in text
+    assert "of 4,764,413 hidden tokens |" in text, "of run 1, whose accuracy is of tokens"
+    assert "in one stream of examples" not in text, "which is how generated data are made"
+
+
 @pytest.mark.parametrize("name", RELEASED)
 def test_a_release_is_of_one_run_and_whole(name):
     weights, identity = checkpoints.read_checkpoint(folder(name))

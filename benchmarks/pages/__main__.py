@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.command import command
 from benchmarks.pages import (
+    ablation,
     attentions,
     cards,
     fields,
@@ -23,12 +24,13 @@ from benchmarks.pages import (
     pictures,
     readme,
     runs,
+    sota,
     tables,
     training,
     tutorial,
 )
 
-MAKERS = (attentions, cards, fields, fig3, headline, pictures, readme, runs, tables, training, tutorial)
+MAKERS = (ablation, attentions, cards, fields, fig3, headline, pictures, readme, runs, sota, tables, training, tutorial)
 
 
 def pages() -> dict[Path, str]:

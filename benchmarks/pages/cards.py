@@ -15,6 +15,7 @@ from benchmarks.pages import measured
 from benchmarks.pages.measured import mark, table
 from lra.errors import UsageError
 from lra.experiments.results.card import (
+    SCORED_TOKENS,
     card_facts,
     format_accuracy,
     next_command,
@@ -91,7 +92,7 @@ def card(name: str, result: Result, runs: dict[str, list[tuple[Path, Result]]]) 
     return "\n\n".join([
         f"# {name}",
         MADE,
-        table(("", ""), _facts(result)),
+        table(("", ""), _facts(result, chain[:-1])),
         "## Accuracy",
         table(*score_table(result)),
         "± is the 95% bound from sampling the test set. It is of one run, of one seed.",
@@ -104,7 +105,7 @@ def card(name: str, result: Result, runs: dict[str, list[tuple[Path, Result]]]) 
         ),
         f'In Python `lra.load("{folder}")` gives the module in evaluation mode. `config.yaml` may name a run from '
         "which this one started. You do not need that run to use the weights.",
-        *([_SEED] if "data_seed" in result["config"]["task"] else []),
+        *([_SEED] if _generated(result["config"]["task"]) else []),
         "## Training",
         shell_block(*(training_command(stage) for stage in chain)),
         *([_ALONE] if len(chain) > 1 and not any(_says_init(stage) for stage in chain) else []),
@@ -123,15 +124,20 @@ _SEED = (
 _ALONE = "Each run starts from the weights of the one before. The last command alone trains all of them."
 
 
+def _generated(task: dict[str, Any]) -> bool:
+    """Whether the splits of a task follow one another in one stream."""
+    return task["source"] == "generate"
+
+
 def _chosen_by(chain: list[Result]) -> Iterator[str]:
     """Which runs before the last one chose their best checkpoint by images of the last one's test set."""
     last = chain[-1]["config"]["task"]
-    if "data_seed" not in last:
+    if not _generated(last):
         return
     test = range(last["train"] + last["val"], last["train"] + last["val"] + last["test"])
     for number, stage in enumerate(chain[:-1], 1):
         task = stage["config"]["task"]
-        if all(task[field] == last[field] for field in ("name", "level", "data_seed")):
+        if all(task.get(field) == last.get(field) for field in ("name", "source", "level", "data_seed")):
             end = task["train"] + task["val"]
             if task["train"] < test.stop and test.start < end:
                 yield (
@@ -149,11 +155,16 @@ def further(name: str, result: Result) -> str:
     return next_command(result, task, f"{RELEASES.name}/{name}", *fields)
 
 
-def _facts(result: Result) -> Iterator[tuple[str, str]]:
-    for name, value in card_facts(result):
+def _facts(result: Result, before: list[Result]) -> Iterator[tuple[str, str]]:
+    for name, value in card_facts(result, before):
         yield name, value.replace(";", f"{mark(result)};", 1) if name == "versions" else value
     project = tomllib.loads((measured.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     yield "license", f"{project['license']}, the project's: [LICENSE](../../LICENSE)"
+
+
+def _league(result: Result, runs: dict[str, list[tuple[Path, Result]]]) -> str:
+    """The league without its reasons; empty for a pretraining."""
+    return dict(card_facts(result, stages(result, runs)[:-1])).get("league", "").partition(":")[0]
 
 
 def _says_init(result: Result) -> bool:
@@ -163,9 +174,12 @@ def _says_init(result: Result) -> bool:
 def _stage(number: int, result: Result) -> list[str]:
     whole = not result["resumed"] or result.get("wall_seconds")  # an older lra counted the last session alone
     seconds = f"{result['train_seconds']:,.0f} s" if whole else ""
+    scored = format_accuracy(result["test"])
+    if objective := result.get("pretrain"):
+        scored += f" {SCORED_TOKENS[objective]}"
     return [
         f"{number}{mark(result)}", result.get("protocol") or result["task"], f"{result['steps']:,}",
-        str(result["config"]["batch"]["size"]), format_accuracy(result["test"]), seconds, trained_on(result),
+        str(result["config"]["batch"]["size"]), scored, seconds, trained_on(result),
         result["environment"]["date"][:10],
     ]  # fmt: skip
 
@@ -184,10 +198,19 @@ def make(releases: Path = RELEASES, results: Path = measured.RUNS) -> dict[Path,
     rows = [
         (
             f"[{name}]({name}/README.md){mark(result)}",
-            f"`{result['task']}`", result.get("protocol") or "", f"`{result['attn']}`",
+            f"`{result['task']}`", result.get("protocol") or "", _league(result, runs), f"`{result['attn']}`",
             format_accuracy(result["test"]), others.get(f"{RELEASES.name}/{name}", ""), f"{result['parameters']:,}",
         )
         for name, result in found.items()
     ]  # fmt: skip
-    header = ("weights", "task", "protocol", "attention", "test accuracy, %", "of another seed, %", "parameters")
+    header = (
+        "weights",
+        "task",
+        "protocol",
+        "league",
+        "attention",
+        "test accuracy, %",
+        "of another seed, %",
+        "parameters",
+    )
     return {releases / "README.md": "\n\n".join([HEAD, *([table(header, rows)] if rows else []), TAIL]) + "\n"} | cards

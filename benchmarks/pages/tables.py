@@ -45,10 +45,15 @@ class Section:
     hours: tuple[str, ...]  # sentences: of all runs; and, where speed was measured, of one seed's runs alone
 
     def markdown(self) -> str:
-        parts = [f"## Recipe `{self.recipe}`: {read_recipe(self.recipe)['about']}"]
-        parts += [f"**{title}**\n\n{measured.bare_table(header, rows)}" for title, header, rows in self.report.tables]
-        notes = (note for note in (*self.hours, *self.report.notes) if not note.startswith(OTHERS))
-        return "\n\n".join([*parts, "\n".join(f"- {note}" for note in notes)])
+        title = f"## Recipe `{self.recipe}`: {read_recipe(self.recipe)['about']}"
+        return "\n\n".join([title, *markdown(self.report, self.hours)])
+
+
+def markdown(made: report.Report, notes: Sequence[str] = ()) -> list[str]:
+    """The tables of a report, and a list of these notes and its own."""
+    parts = [f"**{title}**\n\n{measured.bare_table(header, rows)}" for title, header, rows in made.tables]
+    said = (note for note in (*notes, *made.notes) if not note.startswith(OTHERS))
+    return [*parts, "\n".join(f"- {note}" for note in said)]
 
 
 def with_seeds(made: report.Report) -> tuple[list[str], list[list[str]]]:
@@ -208,6 +213,7 @@ def _resized(tasks: Collection[str]) -> Iterator[str]:
 
 
 def make() -> dict[Path, str]:
-    """The text of every page for which there are runs."""
-    made = {measured.ROOT / "docs" / f"{name}.md": page(name) for name in config_names("table")}
+    """The text of the page of every paper's table for which there are runs."""
+    names = [name for name in config_names("table") if grid.read_grid(name).paper]
+    made = {measured.ROOT / "docs" / f"{name}.md": page(name) for name in names}
     return {path: measured.from_docs(text) for path, text in made.items() if text is not None}

@@ -9,6 +9,6 @@ A recipe may start a run from another run, its stage. A rule under `start` holds
 stage has the run's own arguments with those of `from` on top. The fields under `with` are set for the run itself, below
 the command line. A stage is a run like any other and has its own directory: `compose` sets `init` to it, `lra fit`
 trains a stage that is not finished, and a grid has stages as cells that come first. Arguments of the command line are
-handed on to a stage, except those that say where a run writes or what becomes of another run's weights. A stage that
-several runs start from is trained once.
+handed on to a stage, except those that say where a run writes or what becomes of another run's weights. `start.field=`
+sets a field of the stage alone. A stage that several runs start from is trained once.
 """

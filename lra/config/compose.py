@@ -15,8 +15,6 @@ import functools
 import math
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -24,6 +22,7 @@ from typing import Any
 from lra.config import recipes
 from lra.config.override import Override, convert_value, parse_overrides, refuse_large_integers
 from lra.config.registry import Registry
+from lra.config.start_rules import EPOCHS, LENGTH_FIELDS, STEPS, guard_chain, split_start_fields, starting_arguments
 from lra.errors import UsageError, shorten
 
 ExampleCounter = Callable[[Any], int]  # the number of training examples of a task's configuration
@@ -100,16 +99,20 @@ def compose(
         *((f"attn={attn}", section) for section in recipes.brought_sections(classes["attn"], task)),
         *((f"{label} {attn}.{section}", own.get(section) or {}) for section in ("all", task)),
     )
-    given = tree.override(overrides)
+    before, asked = split_start_fields(overrides)
+    given = tree.override(asked)
     selected |= {"recipe": recipe}
     rules = _matching_rules(label, recipe_yaml["start"], tree, names | {"recipe": recipe})
     if not (rules and locate and tree.origin["init"] == FROM_DEFAULT):
+        if before:
+            raise UsageError(f"{before[0]} is of a run before this one, and {label} starts this one from none")
         return ComposedConfig(tree.finish(count), tree.origin, given)
-    start = _starting_arguments(label, rules[0], selected, given)
+    start = starting_arguments(label, rules[0], selected, given, before)
+    given = tuple(sorted((*given, *before), key=str))
     started = tree.copy()
     try:
         changes = dict(flatten(rules[0].get("with") or {}))
-        with _in_chain(label, start):
+        with guard_chain(label, start):
             changes["init"] = locate(start)
         asked = {field: value for field, value in changes.items() if tree.origin.get(field) != FROM_COMMAND_LINE}
         started.merge((f"{label} start", asked))
@@ -178,12 +181,6 @@ def list_differences(old: Mapping[str, Any], new: Mapping[str, Any], ignored: Co
 
 
 FROM_DEFAULT, FROM_COMMAND_LINE, FROM_EPOCHS = "default", "command line", "trainer.epochs"
-LENGTH_FIELDS = (STEPS, EPOCHS) = ("trainer.steps", "trainer.epochs")  # each says how long a run is
-MAX_STAGES = 30  # runs of which each starts from the next; recipes have up to four
-# the arguments of the runs that wait for the one that is composed: each starts from the next
-_stages_after: ContextVar[tuple[tuple[Override, ...], ...]] = ContextVar("_chain", default=())
-# fields that say where a run starts and where it lies: the run before it does not inherit them
-RUN_FIELDS = ("init", "head", "name", "resume", "predictions", "positions.resize", "positions.scale")
 
 
 def _matching_rules(
@@ -203,36 +200,6 @@ def _matching_rules(
         if all(tree.typed(field) == value for field, value in wanted.items()):
             holding.append(rule)
     return holding
-
-
-def _starting_arguments(
-    label: str, rule: Mapping[str, Any], selected: Mapping[str, str], given: Sequence[Override]
-) -> tuple[Override, ...]:
-    """Arguments of the run before this one: this one's, with the rule's `from` on top, of which `field=` drops one."""
-    changes = parse_overrides(rule["from"], f"{label}: from of a rule of start: ", may_be_empty=True)
-    changed = {override.field: override.text for override in changes}
-    kept = {override.field: override.text for override in given if override.field not in RUN_FIELDS}
-    if "attn" in changed:  # another attention has other options
-        kept = {field: text for field, text in kept.items() if not field.startswith("attn.")}
-    if changed.keys() & {*LENGTH_FIELDS}:  # one stands instead of the other
-        kept = {field: text for field, text in kept.items() if field in changed or field not in LENGTH_FIELDS}
-    return tuple(Override(field, text) for field, text in {**selected, **kept, **changed}.items() if text)
-
-
-@contextmanager
-def _in_chain(label: str, start: tuple[Override, ...]) -> Iterator[None]:
-    """Guards the composing of a run that others start from. Raises a UsageError if their chain does not end."""
-    after = _stages_after.get()
-    if start in after or len(after) == MAX_STAGES:
-        what = "starts from itself" if start in after else f"has more than {MAX_STAGES} runs after it"
-        raise UsageError(
-            f"{label}: by the rules of start, the run of {' '.join(map(str, start))} {what}: mend their when or from"
-        )
-    token = _stages_after.set((*after, start))
-    try:
-        yield
-    finally:
-        _stages_after.reset(token)
 
 
 def _split_selectors(
@@ -327,6 +294,8 @@ class _Tree:
             return None
         fields = {field: self.typed(field) for field in self.values if field.startswith("task.")}
         examples = count(self._built(self.example.task, fields, "task."))
+        if "train_share" in self.values:
+            examples *= Fraction(str(self.typed("train_share")))
         exact = Fraction(str(epochs)) * examples / max(self.typed("batch.size"), 1)
         return max(math.ceil(exact), 1)
 

@@ -17,7 +17,8 @@ from lra.errors import UsageError
 
 # fields of runs and of tasks that older runs lack, and the values by which those runs computed
 LATER_RUN_FIELDS = {
-    "mask_random": 0.0, "mask_span": 1, "mask_loss": "hidden", "pixel_loss": "cross_entropy", "denoise": 0.0
+    "mask_random": 0.0, "mask_span": 1, "mask_loss": "hidden", "pixel_loss": "cross_entropy", "denoise": 0.0,
+    "train_share": 1.0,
 }  # fmt: skip
 LATER_FIELDS = {"task.background": 0.0, "task.difference": "signed", "task.version": 1}
 # fields of sections that older runs lack; those computed by the defaults
@@ -67,6 +68,9 @@ class RunConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     seed: int = 0  # of the weights, the data order and dropout
+    train_share: float = (
+        1.0  # share of the training examples that are used; seed= chooses them, a larger share has more
+    )
     # masked: find hidden tokens, without labels; causal: find each next token; none: train the classifier
     pretrain: Literal["none", "masked", "causal"] = "none"
     mask: float | None = None  # share of tokens that pretrain=masked or denoise= hides; null: the task's own
@@ -105,6 +109,8 @@ class RunConfig:
                 f"trainer.steps={self.trainer.steps}: "
                 + (f"set optim.cooldown={most} or less" if most > 0 else "set a smaller optim.warmup")
             )
+        if not 0 < self.train_share <= 1:
+            raise UsageError(f"train_share={self.train_share} must be above 0 and at most 1")
         self._check_patience()
         self._check_logger()
         if self.pretrain != "none" and self.optim.label_smoothing:

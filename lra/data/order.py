@@ -8,7 +8,7 @@ import numpy as np
 
 from lra.errors import UsageError
 
-ORDER, HELD_OUT = 1, 2  # purposes of a permutation: one seed gives each purpose another one
+ORDER, HELD_OUT, SHARE = 1, 2, 3  # purposes of a permutation: one seed gives each purpose another one
 
 
 @functools.lru_cache(maxsize=8)
@@ -55,3 +55,11 @@ def hold_out(seed: int, count: int, part: float) -> tuple[np.ndarray, np.ndarray
         raise UsageError(f"cannot hold out a share of {part:g} of {count} rows: choose one that leaves both parts")
     permutation = _permutation(HELD_OUT, seed, 0, count)
     return np.sort(permutation[held:]), np.sort(permutation[:held])
+
+
+def share_rows(seed: int, count: int, part: float) -> np.ndarray:
+    """A random share `part` (0 to 1) of `count` rows, at least one: sorted int64 indices.
+
+    A larger share of the same seed contains a smaller one.
+    """
+    return np.sort(_permutation(SHARE, seed, 0, count)[: max(1, round(count * part))])

@@ -166,6 +166,10 @@ class Pairs:
         """The length of the longer sequence of each of these pairs, int64."""
         return self.documents.lengths[self.pairs[rows]].max(1)
 
+    def subset(self, rows: RowIndices) -> Pairs:
+        """These pairs alone, in this order. The documents are the same."""
+        return dataclasses.replace(self, pairs=self.pairs[rows], labels=self.labels[rows])
+
     def collate(self, rows: RowIndices, *, index: RowIndices | None = None, **options: Any) -> CollatedBatch:
         """The batch of these pairs as twice as many sequences, the two of a pair side by side.
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lra.config.compose import RUN_FIELDS
 from lra.config.options import split_options
 from lra.config.override import Override, parse_overrides
+from lra.config.start_rules import RUN_FIELDS
 from lra.errors import UsageError
 from lra.experiments import speed
 from lra.experiments.grid import cells, grid, plan
@@ -24,7 +24,15 @@ from lra.experiments.grid.launch import Launch, LaunchOptions, describe_unfinish
 from lra.experiments.grid.local_launcher import CellStates
 from lra.experiments.grid.slurm import SlurmResources
 from lra.experiments.grid.watch import GridWatch, format_others, format_scores
-from lra.experiments.reproduction import Reproduction, TextTable, format_tenth, mean_over_common_seeds
+from lra.experiments.reproduction import (
+    Reproduction,
+    TextTable,
+    format_tenth,
+    mean_over_common_seeds,
+    stand_upright,
+    stands_upright,
+)
+from lra.experiments.results.accuracy_tables import with_published
 from lra.models.attention import ATTENTIONS
 
 
@@ -73,7 +81,7 @@ def _parse_speed(
         if mend := speed.REFUSED_FIELDS.get(override.field):
             raise UsageError(f"{override} can't be beside speed=true: {mend}")
     measured, fields = split_options(speed.SpeedOptions, overrides)
-    chosen = table.cells(measured.tasks, measured.attns, 1, measured.recipe, fields)
+    chosen = table.cells(measured.tasks, measured.attns, 1, measured.recipe or table.recipe, fields)
     return GridRequest(table, options, asked, fields, chosen, measured)
 
 
@@ -100,10 +108,18 @@ def reproduce(
         raise UsageError(f"speed={options.speed}: give speed=true to measure, or a file of it with --dry-run")
     table, launch = table.under(chosen), Launch(chosen, options, asked)
     if dry_run:
-        return launch.plan(_measured_alone(table, chosen, options.speed), _measuring_command(table, options, fields))
-    for name in dict.fromkeys(cell.composed.config.attn.name for cell in chosen):
-        ATTENTIONS.get(name)  # refuse now what needs a package that is not here
-    return summarise_states(table, launch.work(GridWatch(table.name, table.about, progress)))
+        command = _measuring_command(table, options, fields)
+        made = launch.plan(_measured_alone(table, chosen, options.speed), command)
+    else:
+        for name in dict.fromkeys(cell.composed.config.attn.name for cell in chosen):
+            ATTENTIONS.get(name)  # refuse now what needs a package that is not here
+        shown = ({getattr(cell, name) for cell in chosen} for name in ("column", "attn"))
+        watch = GridWatch(table.name, table.about, progress, upright=stands_upright(*shown))
+        made = summarise_states(table, launch.work(watch))
+    ran = {cell.column for cell in chosen}
+    if left := [name for name in table.together() if name not in ran and not options.tasks]:
+        made.lines.append(f"recipe {options.recipe or table.recipe} has no {', '.join(left)}: left out")
+    return made
 
 
 def choose_cells(table: Grid, options: GridOptions, fields: Sequence[str | Override]) -> list[Cell]:
@@ -165,7 +181,9 @@ def accuracy_table(table: Grid, states: CellStates) -> TextTable:
     figures.
     """
     columns, attns = (list(dict.fromkeys(getattr(cell, name) for cell in states)) for name in ("column", "attn"))
-    averaged = table.averaged(columns)
+    averages = table.averages(columns)
+    shown = [*columns, *averages]
+    stated = bool(table.paper)
     rows = []
     for attn in attns:
         row = [attn]
@@ -176,10 +194,11 @@ def accuracy_table(table: Grid, states: CellStates) -> TextTable:
                 cell.seed: 100 * state.accuracy for cell, state in own.items() if state.accuracy is not None
             }
             parts = format_scores(own.values()), format_others(own, ("OOM", "failed", "interrupted", "refused"))
-            row += [", ".join(filter(None, parts)), format_tenth(table.figure(attn, column))]
-        mean, _ = mean_over_common_seeds([scored[column] for column in averaged])
-        shown = "" if mean is None else f"{mean:.2f}"
-        rows.append([*row, *([shown, format_tenth(table.average(attn, averaged))] if averaged else [])])
-    shown = (*columns, "average") if averaged else columns
-    header = ["attention", *(text for name in shown for text in (name, "paper"))]
-    return table.titled(f"{table.name}: test accuracy, %"), header, rows
+            row += [", ".join(filter(None, parts)), *[format_tenth(table.figure(attn, column))] * stated]
+        for name, names in averages.items():
+            mean, _ = mean_over_common_seeds([scored[column] for column in names])
+            paper = table.average(attn, names) if name == "average" else None
+            row += ["" if mean is None else f"{mean:.2f}", *[format_tenth(paper)] * stated]
+        rows.append(row)
+    header = ["attention", *(text for name in shown for text in (name, *["paper"] * stated))]
+    return stand_upright((table.titled(f"{table.name}: test accuracy, %"), *with_published(table, header, rows)))

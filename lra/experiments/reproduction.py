@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from lra.errors import UsageError
 
 TextTable = tuple[str, list[str], list[list[str]]]  # title, header, rows
 
+MOST_COLUMNS = 12  # of a table of attentions by columns: one of more columns has a row for each of them
 # of the environment: no measurement depends on the first three, and a record of another commit states it
 UNCOMPARED_ENVIRONMENT = ("command", "date", "gpus", "commit")
 
@@ -29,6 +30,19 @@ def add_footnote(title: str, header: list[str], rows: list[list[str]]) -> TextTa
     """A table whose title explains the mark on its figures, if one has a mark."""
     marked = any(UNCLEAN_MARK in cell for row in rows for cell in row)
     return f"{title} ({UNCLEAN_MARK} {UNCLEAN_NOTE})" if marked else title, header, rows
+
+
+def stands_upright(columns: Sized, rows: Sized) -> bool:
+    """Whether a table of attentions by columns has too many columns, and is read with rows and columns exchanged."""
+    return len(columns) > max(MOST_COLUMNS, len(rows))
+
+
+def stand_upright(made: TextTable) -> TextTable:
+    """The table with a row for each of its columns, if it stands upright."""
+    title, header, rows = made
+    if not stands_upright(header, rows):
+        return made
+    return title, ["column", *(row[0] for row in rows)], [list(line) for line in zip(header, *rows, strict=True)][1:]
 
 
 def refuse_other_options(path: Path, found: Mapping[str, Any], asked: Mapping[str, Any], *growing: str) -> None:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from lra.config.fields import describe_fields
 from lra.config.override import Override, parse_overrides
 from lra.config.schema import RunConfig
+from lra.config.start_rules import START
 from lra.errors import UsageError, shorten
 from lra.experiments.grid import cells
 from lra.experiments.grid.cells import CellState
@@ -111,7 +112,8 @@ def _refuse_bare_lists(values: Mapping[str, Sequence[str]]) -> None:
         )  # fmt: skip
         types = {field.name: field.type for part, section in parts for field in describe_fields(part, section)}
         for name, texts in values.items():
-            form = types.get(name) or types.get(f"task.{name}", "")
+            field = name.removeprefix(START)
+            form = types.get(field) or types.get(f"task.{field}", "")
             bare = [text for text in texts if not (text.startswith("[") or text == "null")]
             if form.startswith("[") and len(texts) > 1 and bare:
                 text = ",".join(texts)

@@ -111,7 +111,7 @@ class TaskData(pl.LightningDataModule):
             feature: maps a split to one integer for each example.
             name: the test set.
         """
-        train, test = self.parts["train"], self.parts[name]
+        train, test = self.splits(self.store)["train"], self.parts[name]  # all of train, also with train_share=
         seen, asked = feature(train), feature(test)
         counts = np.zeros((int(max(seen.max(), asked.max())) + 1, int(train.labels.max()) + 1))
         np.add.at(counts, (seen, np.asarray(train.labels, np.int64)), 1)
@@ -159,6 +159,9 @@ class TaskData(pl.LightningDataModule):
             with inner_phase("opening data"):
                 self.store = self.open()
                 self.parts = self.splits(self.store)
+                if self.run.train_share < 1:
+                    train, seed = self.parts["train"], self.run.seed
+                    self.parts["train"] = train.subset(order.share_rows(seed, len(train), self.run.train_share))
         if self.collation is not None and self.resident is None:  # only once, as a test after training uses the same
             with inner_phase("uploading data"):
                 self.resident = self._upload(self.test_sets if stage == "test" else ("train", "val", *self.test_sets))

@@ -67,6 +67,10 @@ class Retrieval(TaskModule):
             check_at_least(1, "task", self, "max_length")
             check_at_most(MOST_TOKENS, "task", self, "max_length")
 
+        @property
+        def protocol(self) -> str:
+            return {"lra": "the pairs of LRA", "scisumm": "scisumm, not the pairs of LRA"}[self.dataset]
+
     Data = RetrievalData
 
     def head(self) -> nn.Module:

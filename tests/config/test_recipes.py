@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 
 import pytest
@@ -9,8 +10,10 @@ import yaml
 
 from lra.config import compose as composing
 from lra.config import recipes
+from lra.config.start_rules import MAX_STAGES
 from lra.errors import UsageError
 from lra.training.fit import configure
+from lra.training.run_directory import RunDirectory
 from tests.command_line import lra, refused
 
 BASE = ("task=listops", "attn=flash", "recipe=mine")
@@ -86,9 +89,31 @@ def test_a_recipe_that_starts_from_itself_is_refused(configs, start):
 def test_a_chain_that_is_too_long_is_refused(configs):
     steps = [{"when": {"batch.size": n}, "from": [f"batch.size={n + 1}"]} for n in range(1, 400)]
     write(configs, steps)
-    with pytest.raises(UsageError, match=f"recipe/mine.yaml: .* has more than {composing.MAX_STAGES} runs after it"):
+    with pytest.raises(UsageError, match=f"recipe/mine.yaml: .* has more than {MAX_STAGES} runs after it"):
         configure([*BASE, "batch.size=1"])
     assert configure([*BASE, "batch.size=395"]).start
+
+
+def test_a_field_of_the_run_before_is_of_that_run_alone(configs):
+    write(configs, [{"when": {"pretrain": "none"}, "from": ["pretrain=masked", "trainer.steps=40", "optim.lr=1e-3"]}])
+    fields = ["start.trainer.epochs=2", "start.mask=0.3", "start.optim.lr=5e-4"]
+    made = configure([*BASE, "batch.size=8", *fields])
+    before = configure(made.start or ())
+    assert made.config.mask is None and (before.config.mask, before.config.optim.lr) == (0.3, 5e-4)
+    assert before.origin["trainer.steps"] == "trainer.epochs" and before.config.batch.size == 8
+    directory = RunDirectory(made)  # another stage is another run
+    assert all(field in directory.path.name for field in fields)
+    assert directory.path != RunDirectory(configure([*BASE, "batch.size=8"])).path
+    assert made.config.init != configure([*BASE, "batch.size=8"]).config.init
+    for args, said in (
+        (["init=null"], "start.mask=0.3 is of a run before this one, and recipe/mine.yaml starts this one from none"),
+        (["pretrain=masked"], "start.mask=0.3 is of a run before this one"),
+        (["start.pretrian=causal"], "unknown field 'pretrian': did you mean 'pretrain'"),
+        (["start.mask=2"], "start.mask= is given twice"),
+        (["mask=0.3"], "mask=0.3 says how tokens are hidden"),
+        (["start.start.mask=0.3"], "start.mask=0.3 is of a run before this one"),
+    ):
+        refused(lra("fit", *BASE, "start.mask=0.3", *args), re.escape(said))
 
 
 @pytest.mark.parametrize(("rule", "what"), [([5], "5, and must be a text"), ([{"a": 1}], "{'a': 1}, and must be")])

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import lra
 from lra.data import aan
 from lra.data.store import StoreContent, prepare_store
 from lra.errors import UsageError
@@ -105,6 +106,15 @@ def test_a_document_is_its_text(tmp_path):
     assert documents(store(papers, "scisumm")) == ["same"]
 
 
+def test_bytes_are_kept_as_they_are(tmp_path):
+    """A text is bytes: characters that UTF-8 has not, quotes that are never closed, and what ends a line elsewhere."""
+    folder = write_aan_pairs(tmp_path / "tsv_data", TEXTS, **SPLITS)
+    odd = b"caf\xe9 \x00 \x85 \xe2\x80\xa8 \x0c a \rb"
+    (folder / "new_aan_pairs.train.tsv").write_bytes(b"1.0\tA\tB\t" + odd + b'\t"never closed\n0.0\tA\tB\t"x\t' + odd)
+    train = store(folder, "lra").pairs("train")
+    assert [tokens.tobytes() for row in range(2) for tokens in train[row]] == [odd, b'"never closed', b'"x', odd]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -192,6 +202,17 @@ def test_the_other_data_set(release, compact, tmp_path):
     for source in (release / "lra_release" / "tsv_data", pack(release, tmp_path / "lra_release.gz"), tmp_path / "none"):
         with pytest.raises(UsageError, match=f"{source} has no papers.parquet.*choose dataset=lra"):
             store(source, "scisumm")
+
+
+@pytest.mark.realdata
+def test_a_run_on_a_part_of_the_pairs_says_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LRA_DATA", str(tmp_path / "stores"))
+    sample = Path(os.environ["LRA_TEST_DATA"]) / "aan" / "lra_format_sample"
+    run = ("task=retrieval", "attn=flash", "recipe=demo", f"task.source={sample}", "task.max_length=200")
+    made = lra.fit(*run, "trainer.steps=2", "trainer.eval_every=2", "trainer.log_every=1", "batch.size=4")
+    assert (made["status"], made["protocol"], made["test"]["n"]) == ("finished", "the pairs of LRA", 40)
+    assert any("train.tsv has 120 rows, where 147,086 are published" in text for text in made["data"]["differences"])
 
 
 @pytest.mark.realdata

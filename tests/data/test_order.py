@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from lra.data.order import epoch_order, hold_out, step_rows
+from lra.data.order import epoch_order, hold_out, share_rows, step_rows
 from lra.errors import UsageError
 
 
@@ -65,6 +65,13 @@ def test_split_off_partitions_and_is_its_own_draw():
 def test_split_off_leaves_both_parts(arguments):
     with pytest.raises(UsageError, match="cannot hold out"):
         hold_out(*arguments)
+
+
+def test_a_share_is_random_and_within_a_larger_one():
+    few, more = (share_rows(3, 1000, part) for part in (0.01, 0.1))
+    assert (len(few), len(more)) == (10, 100) and {*few} < {*more} and list(few) == sorted(few)
+    assert {*few} != {*share_rows(4, 1000, 0.01)} and len(share_rows(3, 10, 0.01)) == 1
+    assert list(share_rows(3, 7, 1.0)) == list(range(7))
 
 
 def test_bad_input():

@@ -62,6 +62,8 @@ def test_commas_outside_brackets_separate_values(text, values):
             [*RUN, "optim.betas=0.9,0.98"],
             "optim.betas=0.9,0.98: a list needs brackets in a sweep: [0.9,0.98] is one, […],[…] are two",
         ),
+        ([*RUN, "start.optim.betas=0.9,0.98"], "start.optim.betas=0.9,0.98: a list needs brackets in a sweep"),
+        ([*RUN, "start.mask=0.1,0.3"], "start.mask=0.1 is of a run before this one, and recipe/demo.yaml starts"),
         ([*RUN, "optim.lr=1e-4,0.0001"], "listops optim.lr=0.0001 flash seed 0 are the same run: give each value once"),
         ([*RUN, "seed=0,0"], "listops flash seed 0 and listops flash seed 0 are the same run"),
         ([*TWO, "name=x"], "are both checkpoints/runs/listops/flash/x-s0: leave out name="),
@@ -189,3 +191,10 @@ def test_real_runs_are_swept(here, monkeypatch):
     assert all(row["state"] == "done" and float(row["seconds"]) > 0 and row["validation"] for row in found)
     planned = CliRunner().invoke(app, [*args, "--dry-run"])
     assert "0 remain to be run" in planned.output
+
+
+def test_a_stage_is_swept_by_its_own_fields():
+    asked = sweep.parse_sweep(["task=text", "attn=flash", "recipe=amos2024", "start.optim.lr=5e-4,1e-3", "seed=0,1"])
+    assert {cell.column for cell in asked.cells} == {"text start.optim.lr=5e-4", "text start.optim.lr=1e-3"}
+    stages = {cell.stages[-1].composed.config.optim.lr: cell.composed.config.optim.lr for cell in asked.cells}
+    assert stages == {5e-4: 2e-4, 1e-3: 2e-4} and len(with_stages(asked.cells)) == 8

@@ -26,6 +26,14 @@ def test_batches_in_portions_are_named_and_in_the_command(tmp_path):
     assert {row.attention: "batch.micro=2" in row.command for row in found.rows} == {"flash": False, "standard": True}
 
 
+def test_data_that_differ_from_the_tasks_are_named(tmp_path):
+    for cell in cells(["retrieval"], ["flash"], 2):
+        part = {"source": "aan", "store": "retrieval@1-1", "differences": ["train has 120 rows"]}
+        put(tmp_path / f"{cell.seed}.json", result(cell, data=part))
+    asked = [f"results={tmp_path}", "tasks=retrieval", "attns=flash", "seeds=2"]
+    assert "retrieval: train has 120 rows" in report.make_report("table3", asked).notes
+
+
 def test_speeds_of_another_configuration_are_not_drawn_against_accuracy(tmp_path, monkeypatch):
     [cell] = cells(["listops"], ["flash"])
     put(tmp_path / "runs" / "a.json", result(cell, steps_per_second=100.0))

@@ -90,6 +90,22 @@ def test_the_held_out_tenth_is_the_same_every_time(imdb):
     assert texts(data_of("task=text", f"source={imdb}", "task.data_seed=1").parts["val"]) != first
 
 
+def test_a_share_of_train_is_a_part_of_it_that_the_seed_chooses(imdb):
+    def part(*fields):
+        return data_of("task=text", f"source={imdb}", *fields).parts
+
+    whole, few = part(), part("train_share=0.25")
+    assert len(few["train"]) == 9 and {*texts(few["train"])} < {*texts(part("train_share=0.5")["train"])}
+    assert {*texts(part("train_share=0.5")["train"])} < {*texts(whole["train"])}
+    assert {*texts(part("train_share=0.25", "seed=1")["train"])} != {*texts(few["train"])}
+    labels = dict(zip(TRAIN["text"], TRAIN["label"], strict=True))
+    assert few["train"].labels.tolist() == [labels[text] for text in texts(few["train"])]
+    assert [texts(few[name]) for name in ("val", "test")] == [texts(whole[name]) for name in ("val", "test")]
+    # another majority: baselines are those of all of train
+    one, rest = (data_of("task=text", f"source={imdb}", *fields) for fields in (["train_share=0.02", "seed=2"], []))
+    assert len({*one.parts["train"].labels.tolist()}) == 1 and one.baselines("test") == rest.baselines("test")
+
+
 def test_lra_protocol_validates_on_test(imdb):
     parts = data_of("task=text", f"source={imdb}", "protocol=lra").parts
     assert texts(parts["train"]) == TRAIN["text"]
@@ -181,6 +197,7 @@ def test_baselines_survive_an_operator_that_train_lacks():
     train, test = (listops.tokenize(text) for text in ("[MAX 2 9 ]", "[SM 2 9 ]"))
     parts = {"train": (train, 9), "test": (test, 1)}
     data.parts = {k: Split.from_offsets(t, np.array([0, len(t)]), np.array([label])) for k, (t, label) in parts.items()}
+    data.splits = lambda _: data.parts
     assert data.baselines("test") == {"majority": 0.0, "root operator": 0.0}
 
 

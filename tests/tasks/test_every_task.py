@@ -216,3 +216,8 @@ def test_the_two_sets_of_pairs_are_two_stores(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="is not prepared"):
         verify_store(["task=retrieval", "dataset=lra"])
     verify_store(["task=retrieval", "dataset=scisumm"])
+    run = configure(["task=retrieval", "attn=flash", "dataset=scisumm", "train_share=0.1"]).config
+    assert run.task.protocol == "scisumm, not the pairs of LRA"
+    data = TASKS.get("retrieval").Data(run)
+    data.setup()
+    assert len(data.parts["train"]) == 30 and len(data.parts["test"]) == 40

@@ -184,6 +184,7 @@ def test_imported_data_are_counted(text):
     assert result["steps"] == 18 and lengths(*text, "trainer.epochs=2")[0] == 18
     assert [row[3] for row in list_stages([*text, "trainer.epochs=2"])[2]] == ["18"]
     assert lengths(*text, "task.protocol=lra", "trainer.epochs=2")[0] == 20, "nothing is held out"
+    assert lengths(*text, "train_share=0.25", "trainer.epochs=4")[0] == 9
     loaded = torch.load(Path(result["directory"], "last.ckpt"), weights_only=True)
     assert loaded["global_step"] == 18 and lra.load(result["directory"]).run.trainer.epochs == 2
 

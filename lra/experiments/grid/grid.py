@@ -10,11 +10,11 @@ import functools
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from lra.config.compose import ComposedConfig, list_differences, to_dict
 from lra.config.override import Override, parse_overrides
-from lra.config.recipes import config_file, config_label, config_stem, read_config_yaml
+from lra.config.recipes import config_file, config_label, config_stem, read_config_yaml, read_recipe
 from lra.config.registry import Registry, describe_unknown
 from lra.errors import UsageError, shorten
 from lra.models.attention import ATTENTIONS
@@ -30,6 +30,7 @@ EQUIVALENT_TASK_FIELDS = tuple(
 )
 # fields of `lra fit` that the grid or the command sets
 FIELDS_OF_GRID = {"task": "tasks=", "attn": "attns=", "seed": "seeds=", "resume": "nothing, every run is resumed"}
+League = Literal["strict", "open"]  # lra.experiments.grid.league says what they are
 MOST_SEEDS = 1000  # nobody trains more: a number with too many digits would never end
 
 
@@ -43,6 +44,11 @@ class Column:
     @property
     def task(self) -> str:
         return TASKS.name_of(next(override.text for override in self.fields if override.field == "task"))
+
+    @property
+    def recipe(self) -> str | None:
+        """Its recipe, if that is another than the table's."""
+        return next((override.text for override in self.fields if override.field == "recipe"), None)
 
 
 @functools.cache
@@ -83,6 +89,15 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class PublishedModel:
+    """A model of another paper, which a table shows below its attentions. Figures are accuracies in %, by column."""
+
+    league: str
+    source: str
+    figures: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Grid:
     """A table of a paper, as its YAML states it."""
 
@@ -94,6 +109,8 @@ class Grid:
     attns: tuple[str, ...]  # names and references, as `attn=` takes them
     columns: Mapping[str, Column]
     paper: Mapping[str, Mapping[str, float]]  # attention -> column, `average` or `speedup` -> the paper's figure
+    published: Mapping[str, PublishedModel] = field(default_factory=dict)
+    means: Mapping[str, Sequence[str]] = field(default_factory=dict)  # further averages: the columns of each
     others: Mapping[str, str] = field(
         default_factory=dict
     )  # columns with another task than the paper's, and the difference
@@ -146,12 +163,28 @@ class Grid:
         names = [name for name in self.together() if has and name in columns]
         return names if len(names) > 1 else []
 
+    def averages(self, columns: Sequence[str]) -> dict[str, list[str]]:
+        """The averages over these columns by name: `average`, if the paper has one, and the table's own `means`."""
+        averaged = self.averaged(columns)
+        own = {name: list(names) for name, names in self.means.items() if {*names} <= {*columns}}
+        return ({"average": averaged} if averaged else {}) | own
+
     def average(self, attn: str, columns: Sequence[str]) -> float | None:
         """The paper's average over these columns: its own for all columns, else the mean; None if it lacks one."""
         if [*columns] == self.averaged(list(self.columns)):
             return self.figure(attn, "average")
         known = [figure for name in columns if (figure := self.figure(attn, name)) is not None]
         return statistics.fmean(known) if known and len(known) == len(columns) else None
+
+    def covered(self, columns: Iterable[str], recipe: str | None = None) -> list[str]:
+        """The columns of these whose recipe has their task. Another `recipe` is none of a column with its own."""
+        found = []
+        for name in columns:
+            own = self.columns[name]
+            tasks = read_recipe(recipe or own.recipe or self.recipe)["tasks"]
+            if own.task in map(TASKS.name_of, map(str, tasks)) and own.recipe in (None, recipe or own.recipe):
+                found.append(name)
+        return found
 
     def rows(self, attns: Sequence[str] | None = None) -> list[str]:
         """The names of these attentions, or of the table's."""
@@ -168,7 +201,8 @@ class Grid:
         """All cells of these columns and attentions, seed by seed, so that one seed's table is complete first.
 
         Args:
-            columns: by default those that are not apart.
+            columns: by default those that are not apart and that the recipe covers.
+            recipe: instead of the table's. A column with a recipe of its own has no other.
             attns: by default the table's. Any other has no figure of the paper's.
             fields: further arguments of `lra fit` for every cell. They replace what a column sets, beside its task and
                 the task's fields.
@@ -183,21 +217,28 @@ class Grid:
         if seeds is not None and seeds > MOST_SEEDS:
             raise UsageError(f"seeds={seeds}: it is how many there are, at most {MOST_SEEDS}")
         compose_once.cache_clear()  # recipes may have changed since the last grid
-        columns, rows = columns or self.together(), [ATTENTIONS.find(attn) for attn in attns or self.attns]
+        rows = [ATTENTIONS.find(attn) for attn in attns or self.attns]
+        # with a recipe that covers none, the first cell says so
+        columns = columns or self.covered(self.together(), recipe) or self.together()
         for name in columns:
             if name not in self.columns:
                 raise UsageError(describe_unknown("task", name, self.columns))
+            if recipe and (other := self.columns[name].recipe) not in (None, recipe):
+                raise UsageError(f"recipe={recipe}: column {name} is made by recipe={other}, leave it out")
             for made in self.columns[name].fields:
                 override = given.get(made.field) or given.get(made.field.removeprefix("task."))
                 if override and made.field.startswith("task"):
                     raise UsageError(
                         f"{override}: column {name} is made by {made}: leave it out, or name another in tasks="
                     )
-        own = {name: [made for made in self.columns[name].fields if made.field not in given] for name in columns}
+        own = {
+            name: [made for made in self.columns[name].fields if made.field not in {"recipe", *given}]
+            for name in columns
+        }
+        recipes = {name: recipe or self.columns[name].recipe or self.recipe for name in columns}
         return [
             Cell(column, row.name, seed, parse_overrides((
-                *own[column], f"attn={row.reference}", f"recipe={recipe or self.recipe}", f"seed={seed}",
-                *given.values(),
+                *own[column], f"attn={row.reference}", f"recipe={recipes[column]}", f"seed={seed}", *given.values(),
             )))
             for seed in range(self.seeds if seeds is None else seeds)
             for column in columns
@@ -215,14 +256,22 @@ def read_grid(name: str) -> Grid:
         for key, value in tree["columns"].items()
     }
     default = {"about": f"accuracy on {', '.join(columns)}", "source": "no paper", "seeds": 1, "paper": {}}
-    return Grid(
-        name=config_stem(name), argument=name, **(default | tree | {"attns": tuple(tree["attns"]), "columns": columns})
-    )
+    published = {
+        model: PublishedModel(**{key: row[key] for key in ("league", "source")}, figures=_figures(row))
+        for model, row in tree.get("published", {}).items()
+    }
+    made = {"attns": tuple(tree["attns"]), "columns": columns, "published": published}
+    return Grid(name=config_stem(name), argument=name, **(default | tree | made))
+
+
+def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a published model."""
+    return {key: value for key, value in row.items() if key not in ("league", "source")}
 
 
 def _faults(tree: Mapping[str, Any]) -> Iterator[str]:
     """Why a YAML tree is no table, the first reason first."""
-    required, optional = ("recipe", "attns", "columns"), ("about", "source", "seeds", "paper")
+    required, optional = ("recipe", "attns", "columns"), ("about", "source", "seeds", "paper", "published", "means")
     for key in tree:
         if key not in (*required, *optional):
             yield describe_unknown("field", str(key), (*required, *optional))
@@ -232,6 +281,7 @@ def _faults(tree: Mapping[str, Any]) -> Iterator[str]:
         ("about", str, "a text"), ("source", str, "a text"), ("recipe", str, "a recipe's name"),
         ("seeds", int, "how many there are"), ("attns", list, "a list of attentions"),
         ("columns", dict, "a mapping of columns"), ("paper", dict, "a mapping of attentions"),
+        ("published", dict, "a mapping of models"), ("means", dict, "a mapping of names to lists of columns"),
     ):  # fmt: skip
         if key in tree and (not isinstance(tree[key], kind) or isinstance(tree[key], bool)):
             yield f"{key} is {shorten(repr(tree[key]))}, and must be {form}"
@@ -258,6 +308,17 @@ def _faults(tree: Mapping[str, Any]) -> Iterator[str]:
     for attn, figures in tree.get("paper", {}).items():
         if not isinstance(figures, dict) or not all(is_number(figure) for figure in figures.values()):
             yield f"paper's {attn} is {shorten(repr(figures))}, and must be a mapping of columns to numbers"
+
+    for model, row in tree.get("published", {}).items():
+        stated = isinstance(row, dict) and isinstance(row.get("source"), str) and row.get("league") in get_args(League)
+        if not stated or not all(map(is_number, _figures(row).values())):
+            yield f"published {model} needs a source, a league, which is strict or open, and numbers for columns"
+        else:
+            unknown = (name for name in _figures(row) if name not in tree["columns"])
+            yield from (f"published {model}: {describe_unknown('column', name, tree['columns'])}" for name in unknown)
+    for mean, names in tree.get("means", {}).items():
+        if not isinstance(names, list) or {*map(str, names)} - tree["columns"].keys():
+            yield f"mean {mean} is {shorten(repr(names))}, and must be a list of columns of this table"
 
 
 def _unknown(registry: Registry, text: str) -> Iterator[str]:

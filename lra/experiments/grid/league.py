@@ -7,22 +7,25 @@ that never sees validation or test. Tables keep the two apart.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any, Literal
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from lra.config.schema import RunConfig
-from lra.experiments.grid.grid import Cell
+from lra.experiments.grid.grid import Cell, League
 
 
-def league_of(reasons: Collection[str]) -> Literal["strict", "open"]:
+def league_of(reasons: Collection[str]) -> League:
     """Returns the league of a cell with these `open_reasons`."""
     return "open" if reasons else "strict"
 
 
 def open_reasons(cell: Cell) -> list[str]:
     """Returns why the accuracy of a cell is of the open league, one short text for each reason; empty if it is not."""
-    run: RunConfig = cell.composed.config
-    stages: list[RunConfig] = [stage.composed.config for stage in cell.stages]
+    return list_reasons(cell.composed.config, [stage.composed.config for stage in cell.stages])
+
+
+def list_reasons(run: RunConfig, stages: Sequence[RunConfig]) -> list[str]:
+    """Returns the `open_reasons` of a run and the runs before it, the first of all first."""
     task, default = run.task, type(run.task)()
     reasons = [
         f"task.{name}={getattr(task, name)}"

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lra.config.compose import RUN_FIELDS, list_differences
+from lra.config.compose import list_differences
+from lra.config.start_rules import RUN_FIELDS
 from lra.experiments.grid import cells
 from lra.experiments.grid.cells import CellState, ScoredSplit
 from lra.experiments.grid.grid import EQUIVALENT_TASK_FIELDS, Cell

@@ -48,26 +48,27 @@ def accuracy_tables(
 
     A table without a figure is left out.
     """
-    averaged = table.averaged(columns)
-    header = ["attention", *columns, *([AVERAGE] if averaged else [])]
+    averages = table.averages(columns)
+    header = ["attention", *columns, *averages]
     found = {(attn, column): _seed_scores(rows, attn, column, "accuracy") for attn in attns for column in columns}
     known = {place: scores for place, scores in found.items() if scores is not None}
     for attn in attns:
-        if averaged and (scores := _average([known.get((attn, column)) for column in averaged])):
-            known[attn, AVERAGE] = scores
-    covered = {column: averaged if column == AVERAGE else [column] for column in header[1:]}
+        for name, names in averages.items():
+            if scores := _average([known.get((attn, column)) for column in names]):
+                known[attn, name] = scores
+    covered = {column: averages.get(column, [column]) for column in header[1:]}
 
     def lines(cell: Mapping[tuple[str, str], str]) -> list[list[str]]:
         return [[a, *(marked(cell.get((a, c), ""), rows, a, *covered[c]) for c in header[1:])] for a in attns]
 
     leagues = ["league", *(_league(rows, *covered[c]) for c in header[1:])]
-    means = {place: _format_scores(scores, AVERAGE in place) for place, scores in known.items()}
-    if means:
+    means = {place: _format_scores(scores, place[1] in averages) for place, scores in known.items()}
+    if means or table.published:
         stopped = {(a, c): _stopped(rows, a, c) for a in attns for c in columns}
         made = _bold_best(lines(stopped | means), header, known)
-        baselines = ["strongest baseline", *(_baselines(rows, c, "baseline") for c in columns), ""]
+        baselines = ["strongest baseline", *(_baselines(rows, c, "baseline") for c in columns), *("" for _ in averages)]
         title = "test accuracy, %: mean ± standard deviation over seeds"
-        yield title, header, [*made, baselines[: len(header)], leagues]
+        yield title, *with_published(table, header, [*made, baselines, leagues])
     intervals = {
         place: f"{scores.interval[0]:.1f} to {scores.interval[1]:.1f}"
         for place, scores in known.items()
@@ -77,18 +78,56 @@ def accuracy_tables(
         title = f"95% interval of the mean test accuracy over seeds, % ({INTERVAL_METHOD})"
         yield title, header, [line for line in lines(intervals) if any(line[1:])]
     against = {
-        (a, c): _against(known.get((a, c)), table.average(a, averaged) if c == AVERAGE else table.figure(a, c))
+        (a, c): _against(known.get((a, c)), table.average(a, averages[c]) if c == AVERAGE else table.figure(a, c))
         for a, c in _places(attns, header)
     }
     if any(against.values()):
         yield f"difference to {table.source} (its accuracy, %)", header, [*lines(against), leagues]
     yield from _fresh_tables(rows, columns, attns)
     counts = {(a, c): _count_seeds(rows, a, c) for a in attns for c in columns}
-    counts |= {(a, AVERAGE): str(len(known[a, AVERAGE].scores)) for a in attns if (a, AVERAGE) in known}
+    counts |= {(a, c): str(len(known[a, c].scores)) for a in attns for c in averages if (a, c) in known}
     if any(counts.values()):
         shown = [[a, *(counts.get((a, c), "") for c in header[1:])] for a in attns]
         title = f"{SEEDS_TITLE}, and how many of these are stuck at chance"
         yield title, header, [line for line in shown if any(line[1:])]
+
+
+def with_published(table: Grid, header: list[str], lines: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """A header and its lines with a line for each published model, and the league and source of these."""
+    if not table.published:
+        return header, lines
+    below = []
+    for name, model in table.published.items():
+        averages = {
+            mean: statistics.fmean(known)
+            for mean, names in table.means.items()
+            if len(known := [model.figures[column] for column in names if column in model.figures]) == len(names)
+        }
+        figures = {**model.figures, **averages}
+        shown = (f"{figures[column]:.2f}" if column in figures else "" for column in header[1:])
+        below.append([name, *shown, f"{model.league}: {model.source}"])
+    return [*header, "published"], [*([*line, ""] for line in lines), *below]
+
+
+def time_tables(rows: Sequence[ReportRow], columns: Sequence[str], attns: Sequence[str]) -> Iterator[TextTable]:
+    """How long each accuracy takes, a table for each hardware."""
+    for place in dict.fromkeys(row.hardware for row in rows if row.chain_minutes is not None):
+        here = [row for row in rows if row.hardware == place]
+        title = (
+            f"GPU-minutes to these accuracies on {place}, from prepared data to scores, with all stages and "
+            "compilation: the slowest seed that had its GPU alone (≤: none had, the fastest)"
+        )
+        lines = [[a, *(marked(_minutes(here, a, c), here, a, c) for c in columns)] for a in attns]
+        yield title, ["attention", *columns], [line for line in lines if any(line[1:])]
+
+
+def _minutes(rows: Sequence[ReportRow], attn: str, column: str) -> str:
+    alone, shared = (
+        known_values(rows, "chain_minutes", attention=attn, column=column, chain_alone=kind) for kind in (True, False)
+    )
+    if alone:
+        return format_tenth(max(alone))
+    return f"≤ {format_tenth(min(shared))}" if shared else ""
 
 
 def marked(text: str, rows: Sequence[ReportRow], attn: str, *columns: str) -> str:

@@ -6,9 +6,13 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from lra.config.compose import restore
+from lra.config.schema import RunConfig
+from lra.experiments.grid.league import league_of, list_reasons
 from lra.experiments.results.ledger import describe_gpus
 from lra.tasks import TASKS
 from lra.terminal import Bold
+from lra.training.fit import REGISTRIES
 from lra.training.hub_weights import SCHEME, is_hub_address, parse_address
 from lra.training.leakage import restore_task
 from lra.training.run_files import as_mapping, describe_ancestry
@@ -16,15 +20,21 @@ from lra.training.run_files import as_mapping, describe_ancestry
 Result = Mapping[str, Any]
 LIBRARY = "lra"
 BOUND_NOTE = "± is the 95% bound from sampling the test set. It is of one run, of one seed."
+SCORED_TOKENS = {"masked": "hidden tokens", "causal": "next tokens"}  # what a pretraining's accuracy is of
 
 
-def card_facts(result: Result) -> Iterator[tuple[str, str]]:
-    """Yields what is known of a run: name and text, in Markdown."""
+def card_facts(result: Result, before: Sequence[Result] | None) -> Iterator[tuple[str, str]]:
+    """Yields what is known of a run: name and text, in Markdown.
+
+    Args:
+        before: results of the runs before it, the first of all first; None if they are not known.
+    """
     config, made_with = result["config"], result["environment"]
     model, versions = config["model"], made_with["versions"]
     yield "task", f"`{result['task']}`"
     if result.get("protocol"):
         yield "protocol", result["protocol"]
+    yield _objective(result, before)
     yield "attention", f"`{result['attn']}`, computed as {result['attention']}"
     yield (
         "model",
@@ -37,10 +47,24 @@ def card_facts(result: Result) -> Iterator[tuple[str, str]]:
     seed = config["task"].get("data_seed")
     yield "data", f"{result['data']['source']}{'' if seed is None else f', seed {seed}'}; {fields}"
     yield "store", f"`{result['data']['store']}`"
+    if differences := result["data"].get("differences"):
+        yield "the data differ", "; ".join(map(str, differences))
     yield "trained with", f"{trained_on(result)}, CUDA {made_with['cuda']}, {made_with['platform']}"
     named = ", ".join(f"{package} {version}" for package, version in versions.items() if version)
     yield "versions", f"commit {made_with['commit']}; {named}"
     yield "date", made_with["date"][:10]
+
+
+def _objective(result: Result, before: Sequence[Result] | None) -> tuple[str, str]:
+    """What the accuracy of a pretraining is of, or the league of that of a run with labels."""
+    if objective := result.get("pretrain"):
+        return "objective", f"`pretrain={objective}`: accuracies are of {SCORED_TOKENS[objective]}"
+    if before is None:
+        return "league", "not known, as results of runs before it are not here"
+    # the league is no matter of the attention, whose code may be gone
+    run, *stages = (restore(RunConfig, REGISTRIES, run["config"], ["attn=standard"]) for run in (result, *before))
+    reasons = list_reasons(run, stages)
+    return "league", league_of(reasons) + (f": {'; '.join(reasons)}" if reasons else "")
 
 
 def scored_sets(result: Result) -> dict[str, dict[str, Any]]:
@@ -120,20 +144,22 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in shown)
 
 
-def hub_card(result: Result, repo: str, license: str) -> str:
+def hub_card(result: Result, repo: str, license: str, before: Sequence[Result] | None) -> str:
     """Returns the README.md of a model on the Hub.
 
     Args:
         repo: `owner/name` of the model.
         license: an identifier that the Hub knows, such as `apache-2.0`.
+        before: as in `card_facts`.
     """
-    address, before = f"{SCHEME}{repo}", describe_ancestry(result)
+    address, ancestry = f"{SCHEME}{repo}", describe_ancestry(result)
     further = next_command(result, task_name(result), address, f"seed={result['seed'] + 1}")
     return "\n\n".join([
         f"---\n{_head(result, repo, license)}\n---",
         f"# {repo.partition('/')[2]}",
-        f"A Transformer for the task {task_name(result)} of the Long Range Arena, trained with `{LIBRARY}`.",
-        markdown_table(("", ""), card_facts(result)),
+        f"A Transformer for the task {task_name(result)} of the Long Range Arena{_protocol(result)}, trained with "
+        f"`{LIBRARY}`.",
+        markdown_table(("", ""), card_facts(result, before)),
         "## Accuracy",
         markdown_table(*score_table(result)),
         BOUND_NOTE,
@@ -145,7 +171,7 @@ def hub_card(result: Result, repo: str, license: str) -> str:
         f'In Python `lra.load("{address}")` gives the module in evaluation mode.',
         "## Training",
         shell_block(training_command(result)),
-        *([f"Runs that led to these weights, oldest first: {before}."] if before else []),
+        *([f"Runs that led to these weights, oldest first: {ancestry}."] if ancestry else []),
     ]) + "\n"  # fmt: skip
 
 
@@ -157,7 +183,8 @@ def _head(result: Result, repo: str, license: str) -> str:
     scores = [
         EvalResult(
             task_type=_pipeline(result), dataset_type=sources[0] if sources else task,
-            dataset_name=f"Long Range Arena: {result['task']}", dataset_split=name, metric_type="accuracy",
+            dataset_name=f"Long Range Arena: {result['task']}{_protocol(result)}", dataset_split=name,
+            metric_type="accuracy",
             metric_value=round(score["accuracy"], 6), metric_name=f"accuracy ({name} set)",
         )
         for name, score in scored_sets(result).items()
@@ -168,6 +195,11 @@ def _head(result: Result, repo: str, license: str) -> str:
         model_name=repo.partition("/")[2], eval_results=scores,
     )  # fmt: skip
     return data.to_yaml().strip()
+
+
+def _protocol(result: Result) -> str:
+    """Returns the protocol in parentheses, where a task has several: scores of one are none of another."""
+    return f" ({result['protocol']})" if result.get("protocol") else ""
 
 
 def _pipeline(result: Result) -> str:

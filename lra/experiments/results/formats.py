@@ -45,7 +45,14 @@ def format_latex(table: Grid, tables: Sequence[TextTable], notes: Sequence[str])
     return "\n".join(parts) + "\n"
 
 
-_TEX = {"\\": r"\textbackslash{}", "±": r"$\pm$", "×": r"$\times$", "~": r"\textasciitilde{}", "^": r"\^{}"}
+_TEX = {
+    "\\": r"\textbackslash{}",
+    "±": r"$\pm$",
+    "×": r"$\times$",
+    "≤": r"$\le$",
+    "~": r"\textasciitilde{}",
+    "^": r"\^{}",
+}
 _TEX |= {UNCLEAN_MARK: r"\dag{}"} | {character: f"\\{character}" for character in "&%$#_{}"}
 
 

@@ -7,6 +7,7 @@ name. Its configuration says which cell it belongs to, never its path.
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,6 +84,9 @@ class ReportRow:
     steps: int | None = None
     train_seconds: float | None = None
     steps_per_second: float | None = None
+    # minutes of one GPU for the run and those before it, from prepared data to scores; whether each had its GPU alone
+    chain_minutes: float | None = None
+    chain_alone: bool | None = None
     memory_gb: float | None = None  # peak of one GPU, 10^9 bytes
     hardware: str = ""
     engine: str = ""
@@ -101,6 +105,7 @@ class Ledger:
 
     entries: dict[Cell, ResultFile] = field(default_factory=dict)
     stopped: dict[Cell, ResultFile] = field(default_factory=dict)  # without one: the stage that was out of memory
+    by_weights: dict[str, ResultFile] = field(default_factory=dict)  # every run by the digest of what it made
     older: dict[Cell, int] = field(default_factory=dict)  # version of the task, where the result is of an older one
     notes: list[str] = field(default_factory=list)
 
@@ -120,6 +125,11 @@ def match_results(cells: Sequence[Cell], folder: str | Path) -> Ledger:
     ledger, strangers = Ledger(), []
     entries, ledger.notes = find_results(folder)
     entries.sort(key=lambda entry: (entry.result["status"] == "finished", entry.date, str(entry.path)))
+    ledger.by_weights = {
+        ended: entry
+        for entry in entries
+        if isinstance(ended := as_mapping(entry.result.get("provenance")).get("ended"), str)
+    }
     wanted, defaults, tasks = _identities(cells)
     owners = ((_owner(entry, wanted, defaults)[0], entry.task) for entry in entries)
     newest = {cell.column for cell, task in owners if cell and task == tasks[cell]}
@@ -204,6 +214,7 @@ def make_row(table: Grid, cell: Cell, found: Ledger) -> ReportRow:
         "steps": result.get("steps"),
         "train_seconds": result.get("train_seconds") if had_gpu_alone(result) else None,
         "steps_per_second": result.get("steps_per_second") if had_gpu_alone(result) else None,
+        **_chain_time(entry, found),
         "memory_gb": None if peak is None else peak / 1e9,
         "hardware": describe_gpus(made_with.get("gpu"), result.get("world_size") or 1),
         "engine": result.get("engine") or "",
@@ -228,6 +239,21 @@ def make_row(table: Grid, cell: Cell, found: Ledger) -> ReportRow:
         if is_stuck(result["test"]):
             known["status"] = "stuck"
     return ReportRow(cell.column, cell.attn, cell.seed, **known)
+
+
+def _chain_time(entry: ResultFile, found: Ledger) -> dict[str, Any]:
+    """Fields of a row: how long a run and those before it took. None, unless all are there and on the same GPU."""
+    result = entry.result
+    before = as_mapping(result.get("provenance")).get("ancestors") or []
+    chain = [found.by_weights.get(as_mapping(run).get("ended") or "") for run in before]
+    runs = [result, *(each.result for each in chain if each)]
+    times = [(time_and_memory(run)[0] or math.nan) * (run.get("world_size") or 1) / 60 for run in runs]
+    gpus = {run["environment"].get("gpu") for run in runs}
+    if None in chain or (as_mapping(result["config"]).get("init") and not before) or len(gpus) > 1 or None in gpus:
+        return {}
+    if math.isnan(total := sum(times)):
+        return {}
+    return {"chain_minutes": total, "chain_alone": all(map(had_gpu_alone, runs))}
 
 
 def is_stuck(test: Mapping[str, Any]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from lra.experiments.results.card import hub_card, task_name
 from lra.training import checkpoints
 from lra.training.hub_weights import CONFIG_FILE, RESULT_FILE, SCHEME, WEIGHTS_FILE, is_model_name
 from lra.training.provenance import weights_digest
-from lra.training.run_files import as_mapping
+from lra.training.run_files import as_mapping, read_result
 
 FILES = (WEIGHTS_FILE, CONFIG_FILE, RESULT_FILE)  # a run without one of them is not pushed
 RECORDS = ("metrics.csv", "env.json")  # released weights have none
@@ -58,6 +58,21 @@ def finished_run(path: Path) -> dict[str, Any]:
     return result
 
 
+def results_before(result: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+    """Returns the results of the runs before this one, the first of all first; None if one is not in its folder.
+
+    A result counts if it is of the weights that the next run took.
+    """
+    found = []
+    for ancestor in as_mapping(result.get("provenance")).get("ancestors") or []:
+        before = read_result(Path(str(ancestor["run"])) / "result.json")
+        ended = as_mapping((before or {}).get("provenance")).get("ended")
+        if before is None or ended is None or ended != ancestor.get("ended"):
+            return None
+        found.append(before)
+    return found if found or not as_mapping(result["config"]).get("init") else None
+
+
 def push_run(path: str, args: Sequence[str], dry_run: bool = False) -> list[str]:
     """Uploads a finished run in one commit, and returns lines to print.
 
@@ -72,7 +87,7 @@ def push_run(path: str, args: Sequence[str], dry_run: bool = False) -> list[str]
     options, folder = parse_options(PushOptions, args), Path(path)
     result = finished_run(folder)
     files: dict[str, Path | bytes] = {name: folder / name for name in (*FILES, *RECORDS) if (folder / name).is_file()}
-    files[CARD] = hub_card(result, options.repo, options.license).encode()
+    files[CARD] = hub_card(result, options.repo, options.license, results_before(result)).encode()
     sizes = {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in files.items()}
     listed = [f"{name:18} {size:>12,} bytes" for name, size in sizes.items()]
     where = f"{options.repo}, branch {options.revision}"

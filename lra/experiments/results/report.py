@@ -24,14 +24,16 @@ from lra.experiments.reproduction import (
     TextTable,
     add_footnote,
     format_tenth,
+    stand_upright,
 )
 from lra.experiments.results import formats, html, ledger
-from lra.experiments.results.accuracy_tables import BOLD_RULE, accuracy_tables, marked
+from lra.experiments.results.accuracy_tables import BOLD_RULE, accuracy_tables, marked, time_tables
 from lra.experiments.results.ledger import ReportRow, ResultFile, finished_hardware, known_values, mean_value
 from lra.experiments.speed import BASELINE, mean_ratio
 from lra.tasks import TASKS
 from lra.terminal import Bold, make_visible
 from lra.training.run_directory import RUNS_FOLDER, write_text
+from lra.training.run_files import as_mapping
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,11 @@ def make_report(name: str, args: Sequence[str]) -> Report:
     made = ((leagues[cell.column, cell.attn], ledger.make_row(shown, cell, found)) for cell in cells)
     rows = [dataclasses.replace(row, league=kind) for kind, row in made]
     attns = table.rows(options.attns)
-    tables = [add_footnote(*made) for made in _tables(shown, rows, columns, attns) if made[2]]
+    tables = [stand_upright(add_footnote(*made)) for made in _tables(shown, rows, columns, attns) if made[2]]
     under = " ".join((f"recipe: {recipe}", *map(str, fields)))
-    notes = [under, *_summary(rows), *_reasons(opened), *notes, *_unlike(rows), *found.notes]
+    others = {column: own for column in columns if (own := table.columns[column].recipe)}
+    under += "".join(f"; of {column}: {own}" for column, own in others.items())
+    notes = [under, *_summary(rows), *_reasons(opened), *notes, *_unlike(rows), *_other_data(found), *found.notes]
     if any(isinstance(cell, Bold) for _, _, lines in tables for line in lines for cell in line):
         notes.insert(1, BOLD_RULE)
     if shown.others:
@@ -118,18 +122,19 @@ def _cells(
 ) -> tuple[list[Cell], list[str]]:
     """The cells. Columns that the recipe does not have stay empty, or are refused if they were asked for."""
     recipe = options.recipe or table.recipe
-    covered = [TASKS.name_of(str(task)) for task in read_recipe(recipe)["tasks"]]
-    table.cells(columns, options.attns, 1, recipe, fields)  # unknown names are refused first
-    lacking = [name for name in columns if table.columns[name].task not in covered]
-    if options.tasks and lacking:
-        raise UsageError(f"recipe '{recipe}' has no {', '.join(lacking)}: it covers {', '.join(sorted(covered))}")
-    having = [name for name in columns if name not in lacking]
+    table.cells(columns, options.attns, 1, None, fields)  # unknown names are refused first
+    having = table.covered(columns, options.recipe)
+    lacking = [name for name in columns if name not in having]
+    if lacking and (options.tasks or not having):
+        covered = sorted(TASKS.name_of(str(task)) for task in read_recipe(recipe)["tasks"])
+        raise UsageError(f"recipe '{recipe}' has no {', '.join(lacking)}: it covers {', '.join(covered)}")
     notes = [f"recipe {recipe} has no {', '.join(lacking)}: left empty"] if lacking else []
-    return table.cells(having, options.attns, options.seeds, recipe, fields), notes
+    return table.cells(having, options.attns, options.seeds, options.recipe, fields), notes
 
 
 def _tables(table: Grid, rows: list[ReportRow], columns: Sequence[str], attns: Sequence[str]) -> Iterator[TextTable]:
     yield from accuracy_tables(table, rows, columns, attns)
+    yield from time_tables(rows, columns, attns)
     stated = ["paper"] if any(table.figure(a, "speedup") for a in attns) else []
     compared = table.together(columns)
     for place in finished_hardware(rows):
@@ -211,6 +216,15 @@ def _unlike(rows: list[ReportRow]) -> Iterator[str]:
             if len(kinds) > 1:
                 parts = (f"{name}: {', '.join(runs)}" for name, runs in sorted(kinds.items()))
                 yield f"{column}: {what} are compared ({'; '.join(parts)})"
+
+
+def _other_data(found: ledger.Ledger) -> Iterator[str]:
+    """How the data of results differ from the task's, such as a part of its pairs: a note for each column."""
+    said: dict[str, dict[str, None]] = {}
+    for cell, entry in found.entries.items():
+        differences = as_mapping(entry.result.get("data")).get("differences") or ()
+        said.setdefault(cell.column, {}).update(dict.fromkeys(map(str, differences)))
+    yield from (f"{column}: {'; '.join(texts)}" for column, texts in said.items() if texts)
 
 
 def _write(table: Grid, report: Report, folder: Path) -> list[Path]:

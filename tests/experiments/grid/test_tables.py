@@ -9,7 +9,9 @@ import yaml
 
 from lra.config import recipes
 from lra.experiments import list_experiments
+from lra.experiments.accuracy import accuracy_table
 from lra.experiments.grid import grid
+from lra.experiments.grid.cells import CellState
 from tests.command_line import lra, refused
 
 MINE = {
@@ -37,7 +39,7 @@ def test_a_table_needs_no_papers_figures(configs):
     write(configs)
     made = grid.read_grid("mine")
     assert made.seeds == 1 and made.figure("flash", "listops") is None and made.about == "accuracy on listops, text"
-    assert {"mine", "table3", "table6", "fig3"} == list_experiments().keys()
+    assert {"mine", "table3", "table6", "sota", "ablation", "fig3"} == list_experiments().keys()
     planned = lra("reproduce", "mine", "--dry-run")
     assert planned.code == 0 and "4 remain to be run" in planned.out
     done = lra("report", "mine", "results=results", "out=out")
@@ -81,12 +83,41 @@ def test_all_tables_are_listed_with_what_they_are(configs):
         ({"seeds": True}, "seeds is True"),
         ({"source": 5}, "source is 5, and must be a text"),
         ({"papers": {}}, "unknown field 'papers': did you mean 'paper'"),
+        ({"published": {"S4": {"league": "strict", "text": 86.8}}}, "published S4 needs a source, a league"),
+        ({"published": {"S4": {"source": "a", "league": "both"}}}, "published S4 needs a source, a league"),
+        ({"published": {"S4": {"source": "a", "league": "open", "text": "86"}}}, "published S4 needs a source"),
+        ({"published": {"S4": {"source": "a", "league": "open", "txt": 86}}}, "published S4: unknown column 'txt'"),
+        ({"means": {"mean": ["listops", "txt"]}}, "mean mean is ['listops', 'txt'], and must be a list of columns"),
     ],
 )
 def test_a_table_of_another_form_is_refused(configs, changes, said):
     write(configs, **changes)
     for command in (("report", "mine"), ("reproduce", "mine", "--dry-run")):
         assert f"lra: table/mine.yaml: {said}" in refused(lra(*command))
+
+
+def test_a_column_may_have_a_recipe_of_its_own(configs):
+    columns = MINE["columns"] | {"cut": {"fields": ["task=text", "recipe=xiong2021"]}}
+    write(configs, columns=columns)
+    table = grid.read_grid("mine")
+    recipes = {cell.column: cell.composed.config.recipe for cell in table.cells()}
+    assert recipes == {"listops": "demo", "text": "demo", "cut": "xiong2021"}
+    assert {cell.column for cell in table.cells(recipe="rotary")} == {"listops"}
+    planned = lra("reproduce", "mine", "recipe=rotary", "--dry-run")
+    assert "2 remain to be run" in planned.out and "recipe rotary has no cut, text: left out" in planned.out
+    refused(lra("reproduce", "mine", "tasks=cut", "recipe=tay2021"), "column cut is made by recipe=xiong2021")
+    assert "recipe: demo; of cut: xiong2021" in lra("report", "mine", "results=results").out
+
+
+def test_a_table_of_many_columns_stands_upright(configs):
+    columns = {f"cut-{n}": {"fields": ["task=text", f"task.max_length={n}"]} for n in range(10, 23)}
+    write(configs, columns=columns)
+    cells = grid.read_grid("mine").cells()
+    _, header, rows = accuracy_table(grid.read_grid("mine"), {cell: CellState("open") for cell in cells})
+    assert header == ["column", "flash", "standard"] and [row[0] for row in rows] == [*columns]
+    few = [cell for cell in cells if cell.column == "cut-10"]
+    _, header, rows = accuracy_table(grid.read_grid("mine"), {cell: CellState("open") for cell in few})
+    assert header == ["attention", "cut-10"] and [row[0] for row in rows] == ["flash", "standard"]
 
 
 @pytest.mark.parametrize(

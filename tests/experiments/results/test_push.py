@@ -13,11 +13,14 @@ import torch
 from huggingface_hub import ModelCard
 
 import lra
+from benchmarks.pages import measured
 from lra.errors import UsageError
-from lra.experiments.results.push import push_run
+from lra.experiments.results.card import hub_card
+from lra.experiments.results.push import push_run, results_before
 from lra.training import checkpoints
 from lra.training.assembly import build_modules
 from lra.training.fit import configure
+from lra.training.leakage import restore_task
 from lra.training.transfer import transfer_weights
 from tests import command_line
 from tests.hub_server import HubServer, Model, hub_server
@@ -55,6 +58,25 @@ def known(server, monkeypatch):
 def change_result(run: Path, **changed) -> None:
     result = json.loads((run / "result.json").read_text())
     (run / "result.json").write_text(json.dumps(result | changed))
+
+
+def test_the_card_says_the_league_where_the_runs_before_are_known(tmp_path, monkeypatch):
+    result = json.loads((measured.RUNS / "text/flash/amos2024-s0/result.json").read_text())
+    monkeypatch.chdir(tmp_path)
+    assert results_before(result) is None
+    assert "| league | not known, as results of runs before it are not here |" in hub_card(result, REPO, "mit", None)
+    (stage,) = result["provenance"]["ancestors"]
+    known = measured.RUNS / Path(stage["run"]).relative_to("checkpoints/runs") / "result.json"
+    Path(stage["run"]).mkdir(parents=True)
+    there = Path(shutil.copy(known, stage["run"]))
+    before = results_before(result)
+    assert before and "| league | strict |" in hub_card(result, REPO, "mit", before)
+    other = before[0]["config"] | {"model": before[0]["config"]["model"] | {"axes": 2}}
+    assert "| league | open: two axes" in hub_card(result, REPO, "mit", [{**before[0], "config": other}])
+    shown = hub_card(before[0], REPO, "mit", [])
+    assert "| objective | `pretrain=masked`: accuracies are of hidden tokens |" in shown and "league" not in shown
+    there.write_text(known.read_text().replace(stage["ended"], "0" * 64))  # weights of another run in that folder
+    assert results_before(result) is None
 
 
 @pytest.mark.usefixtures("known")
@@ -99,6 +121,16 @@ def test_the_card_has_the_head_that_the_hub_reads(server, run):
     _, module = build_modules(configure(shlex.split(line, comments=True)[2:]).config)
     address = f"hf://{REPO}"
     assert not transfer_weights(module, *checkpoints.read_checkpoint(address), address).fresh
+
+
+def test_the_card_of_the_small_set_of_pairs_says_so():
+    fields = "task.dataset=scisumm,trainer.eval_every=300,trainer.steps=3000"
+    result = json.loads((measured.RUNS / f"retrieval/flash/curriculum+{fields}-s0/result.json").read_text())
+    result["protocol"] = restore_task(result["config"]["task"]).protocol
+    text = hub_card(result, REPO, "mit", [])
+    part = result["data"] | {"differences": ["train has 120 rows, where 147,086 are published"]}
+    assert "| the data differ | train has 120 rows, where 147,086" in hub_card(result | {"data": part}, REPO, "mit", [])
+    assert text.count("(scisumm, not the pairs of LRA)") == 2, "the head for the Hub, and the first sentence"
 
 
 @pytest.mark.usefixtures("known")

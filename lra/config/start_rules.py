@@ -1,0 +1,70 @@
+"""The arguments of the run from which a recipe starts another one, and the guard of such chains of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from lra.config.override import Override, parse_overrides
+from lra.errors import UsageError
+
+START = "start."  # before the name of a field: it is one of the run before this one alone
+LENGTH_FIELDS = (STEPS, EPOCHS) = ("trainer.steps", "trainer.epochs")  # each says how long a run is
+MAX_STAGES = 30  # runs of which each starts from the next; recipes have up to four
+# fields that say where a run starts and where it lies: the run before it does not inherit them
+RUN_FIELDS = ("init", "head", "name", "resume", "predictions", "positions.resize", "positions.scale")
+# the arguments of the runs that wait for the one that is composed: each starts from the next
+_stages_after: ContextVar[tuple[tuple[Override, ...], ...]] = ContextVar("_chain", default=())
+
+
+def split_start_fields(overrides: Iterable[Override]) -> tuple[list[Override], list[Override]]:
+    """Returns the fields of the run before this one, as `start.field=value` gives them, and the others."""
+    found: tuple[list[Override], list[Override]] = [], []
+    for override in overrides:
+        found[not override.field.startswith(START)].append(override)
+    return found
+
+
+def starting_arguments(
+    label: str,
+    rule: Mapping[str, Any],
+    selected: Mapping[str, str],
+    given: Sequence[Override],
+    before: Sequence[Override] = (),
+) -> tuple[Override, ...]:
+    """Arguments of the run before this one.
+
+    They are this one's, with the rule's `from` on top, of which `field=` drops one, and the user's fields of that run.
+
+    Args:
+        given: the fields of the command line.
+        before: those with `start.` before their name.
+    """
+    changes = parse_overrides(rule["from"], f"{label}: from of a rule of start: ", may_be_empty=True)
+    arguments = {**selected, **{each.field: each.text for each in given if each.field not in RUN_FIELDS}}
+    for layer in (changes, [Override(each.field.removeprefix(START), each.text) for each in before]):
+        changed = {override.field: override.text for override in layer}
+        if "attn" in changed:  # another attention has other options
+            arguments = {field: text for field, text in arguments.items() if not field.startswith("attn.")}
+        if changed.keys() & {*LENGTH_FIELDS}:  # one stands instead of the other
+            arguments = {field: text for field, text in arguments.items() if field not in LENGTH_FIELDS}
+        arguments |= changed
+    return tuple(Override(field, text) for field, text in arguments.items() if text)
+
+
+@contextmanager
+def guard_chain(label: str, start: tuple[Override, ...]) -> Iterator[None]:
+    """Guards the composing of a run that others start from. Raises a UsageError if their chain does not end."""
+    after = _stages_after.get()
+    if start in after or len(after) == MAX_STAGES:
+        what = "starts from itself" if start in after else f"has more than {MAX_STAGES} runs after it"
+        raise UsageError(
+            f"{label}: by the rules of start, the run of {' '.join(map(str, start))} {what}: mend their when or from"
+        )
+    token = _stages_after.set((*after, start))
+    try:
+        yield
+    finally:
+        _stages_after.reset(token)
