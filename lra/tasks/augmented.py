@@ -1,11 +1,12 @@
 """Augmentation: training batches are changed at random on the device, before the objective sees them.
 
 Images are mirrored, turned, shifted, scaled, sheared and made brighter or darker. The operands of ListOps' operators
-are permuted, which leaves the value. Miralles-González et al. 2025 (arXiv 2501.14850) train with such changes.
+are permuted, which leaves the value. Miralles-González et al. 2025 (arXiv 2501.14850) train with such changes. Grey
+levels change by a few, so that a model does not rely on how another program rounds them.
 
-What is drawn is a function of (seed of the step, index of the sequence), and for operands of the place, too, like
-dropout. So layouts of batches, micro-batches, devices and resumed runs change nothing. Images are computed with
-integers, so that a compiled step and an eager one see the same pixels.
+What is drawn is a function of (seed of the step, index of the sequence), and for operands and grey levels of the place,
+too, like dropout. So layouts of batches, micro-batches, devices and resumed runs change nothing. Images are computed
+with integers, so that a compiled step and an eager one see the same pixels.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from lra.models.dropout import (
     COLUMN_SITE,
     CONTRAST_SITE,
     HORIZONTAL_SITE,
+    LEVEL_SITE,
     OPERANDS_SITE,
     ROTATE_SITE,
     ROW_SITE,
@@ -43,6 +45,7 @@ from lra.tasks.base import OptimisationStep, TaskModule
 
 UNIT_BITS = 16  # pixels, their weights and grey values are counted in steps of 2^-16
 UNIT = 1 << UNIT_BITS
+OF_SINGLE_TOKENS = {"levels", "operands"}  # what needs no whole images
 FIRST_OPERATOR, BRACKET = listops.VOCABULARY.index("[MAX"), listops.VOCABULARY.index("]")
 
 
@@ -64,11 +67,10 @@ class AugmentedTask(TaskModule):
         given = ", ".join(f"augment.{name}={format_value(value)}" for name, value in changes.items())
         if "operands" in changes and tuple(cls.Data.vocabulary) != listops.VOCABULARY:
             raise UsageError(f"{given}: task={task.name} has no operators of ListOps, leave out augment.operands")
-        if changes.keys() - {"operands"}:
-            if cls.grid(task) is None:
-                raise UsageError(f"{given}: task={task.name} has no images, leave out what changes images")
-            if getattr(task, "tokens", "all") != "all":
-                raise UsageError(f"{given}: tokens={task.tokens} leaves pixels out, set task.tokens=all")
+        if changes.keys() - {"operands"} and cls.grid(task) is None:
+            raise UsageError(f"{given}: task={task.name} has no images, leave out what changes images")
+        if changes.keys() - OF_SINGLE_TOKENS and getattr(task, "tokens", "all") != "all":
+            raise UsageError(f"{given}: tokens={task.tokens} leaves pixels out, set task.tokens=all")
 
     def loss(self, batch: Batch) -> Tensor:
         """The loss of the objective on an augmented batch."""
@@ -76,12 +78,15 @@ class AugmentedTask(TaskModule):
 
     def augment(self, batch: Batch) -> Batch:
         """Returns the batch with other tokens in the same rows. Needs a batch with a seed, as in training."""
+        config, white = self.run.augment, len(self.Data.vocabulary) - 1
+        if config.operands:
+            return dataclasses.replace(batch, tokens=permute_operands(batch, self.run.task.max_length))
         grid = self.grid(self.run.task)
-        if grid is None:
-            tokens_T = permute_operands(batch, self.run.task.max_length)
-        else:
-            tokens_T = transform_images(batch, self.run.augment, grid, len(self.Data.vocabulary) - 1)
-        return dataclasses.replace(batch, tokens=tokens_T)
+        if grid is not None and config.changes().keys() - OF_SINGLE_TOKENS:
+            batch = dataclasses.replace(batch, tokens=transform_images(batch, config, grid, white))
+        if config.levels:
+            batch = dataclasses.replace(batch, tokens=shift_levels(batch, config.levels, white))
+        return batch
 
 
 def transform_images(batch: Batch, config: AugmentConfig, grid: tuple[int, int], white: int) -> Tensor:
@@ -177,6 +182,20 @@ def change_grey_values(image_BP: Tensor, config: AugmentConfig, keys_B: Tensor, 
     factor_B = (UNIT * brightness_B * contrast_B).round().long()
     summand_B = (UNIT * brightness_B * (1 - contrast_B) * mean_B).round().long()
     return (image_BP * factor_B[:, None] + summand_B[:, None]).clamp(0, white * UNIT)
+
+
+def shift_levels(batch: Batch, most: int, white: int) -> Tensor:
+    """Returns tokens whose grey levels are changed by -most to most, `[T]`. Each pixel draws its own, uniformly.
+
+    Args:
+        batch: pixels, all of an image or some, with or without a first token that is no pixel.
+        most: the largest change, in grey levels.
+        white: the largest id of a pixel; 0 is black.
+    """
+    bits_T = mix_bits(row_keys(batch) + LEVEL_SITE).long() & (1 << 16) - 1
+    level_T = batch.tokens.long()
+    shifted_T = (level_T + (bits_T * (2 * most + 1) >> 16) - most).clamp(0, white)
+    return torch.where(level_T > white, level_T, shifted_T).to(batch.tokens.dtype)
 
 
 def _draw(keys_B: Tensor, site: int) -> Tensor:

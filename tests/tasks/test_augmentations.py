@@ -21,6 +21,7 @@ from lra.tasks.augmented import (
     draw_inverse_maps,
     permute_operands,
     sample_images,
+    shift_levels,
     transform_images,
 )
 from tests.tasks.test_hiding import LAYOUTS, SEED, gathered
@@ -280,3 +281,19 @@ def test_the_largest_values_give_pixels():
     batch = gathered(images(400), max_length=48)
     tokens = transform_images(batch, config, GRID, 255)
     assert int(tokens.min()) == 0 and int(tokens.max()) <= 255
+
+
+@pytest.mark.parametrize("options", [{}, {"prefix": 256}, {"threshold": 9}], ids=["plain", "cls", "lit"])
+def test_grey_levels_change_by_a_few_and_the_place_alone_decides(options):
+    whole, head = gathered(images(), **options, max_length=48), int("prefix" in options)
+    moved = shift_levels(whole, 2, 255)
+    assert moved.dtype == whole.tokens.dtype
+    for layout in LAYOUTS.values():
+        batch = gathered(images(), **options, **layout, max_length=48)
+        assert by_index(batch, shift_levels(batch, 2, 255), head) == by_index(whole, moved, head)
+    change = moved.long() - whole.tokens.long()
+    free = (whole.tokens > 1) & (whole.tokens < 254)
+    counts = torch.bincount(change[free] + 2, minlength=5) / free.sum()
+    assert len(counts) == 5 and ((counts - 0.2).abs() < 0.1).all()
+    assert int(moved.max()) == (256 if head else 255) and torch.equal(moved == 256, whole.tokens == 256)
+    assert int(moved.min()) >= 0 and torch.equal(shift_levels(whole, 0, 255), whole.tokens)

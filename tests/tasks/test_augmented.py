@@ -30,7 +30,7 @@ from tests.tasks.test_masked import MODEL, SHORT
 OPERANDS = ("augment.operands=true",)
 IMAGES = (
     "augment.flip=both", "augment.rotate=10", "augment.shift=0.1", "augment.scale=0.1", "augment.shear=10",
-    "augment.brightness=0.2", "augment.contrast=0.2",
+    "augment.brightness=0.2", "augment.contrast=0.2", "augment.levels=2",
 )  # fmt: skip
 FIELDS = {"listops": OPERANDS, "pathfinder": IMAGES}
 TASK_FIELDS = {"listops": "task.max_length=60", "pathfinder": "task.tokens=all"}
@@ -82,6 +82,8 @@ def test_only_what_changes_something_is_saved():
             "task=path64 task.tokens=lit augment.rotate=5",
             "rotate=5.0: tokens=lit leaves pixels out, set task",
         ),
+        ("task=text augment.levels=1", "augment.levels=1: task=text has no images, leave out what changes images"),
+        ("task=pathfinder augment.levels=256", "augment.levels=256 is too large: use at most 255"),
         ("task=image augment.rotate=-1", "augment.rotate=-1.0 must be at least 0"),
         ("task=image augment.rotate=181", "augment.rotate=181.0 is too large: use at most 180"),
         ("task=image augment.scale=1", "augment.scale=1.0 is too large: use at most 0.9"),
@@ -105,6 +107,13 @@ def test_the_objective_sees_the_augmented_batch_and_evaluation_does_not(task, ob
     assert not torch.equal(augmented.tokens, batch.tokens) and issubclass(type(here), TASKS.get(task))
     assert float(here.loss(batch)) == float(plain.loss(augmented)) != float(plain.loss(batch))
     assert torch.equal(here.eval()(batch), plain.eval()(batch))
+
+
+def test_grey_levels_change_where_pixels_are_left_out():
+    here = module("pathfinder", "augment.levels=1", "task.tokens=lit")
+    batch = batch_of("pathfinder", threshold=8)
+    change = here.augment(batch).tokens.long() - batch.tokens.long()
+    assert change.unique().tolist() == [-1, 0, 1]
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
