@@ -38,7 +38,7 @@ TASK_FIELDS = {"listops": "task.max_length=60", "pathfinder": "task.tokens=all"}
 
 def module(task: str, *args: str) -> Any:
     shared = (f"task={task}", "attn=flash", "recipe=demo", *MODEL, "model.dropout=0.2", TASK_FIELDS[task])
-    built = assembly.build_modules(fit.configure([*shared, *args]).config)[1]
+    built = assembly.build_modules(fit.configure(merged(*shared, *args)).config)[1]
     torch.manual_seed(1)
     for parameter in built.parameters():
         torch.nn.init.normal_(parameter, std=0.3)

@@ -5,7 +5,8 @@
 A NAME is a folder of checkpoints, or a path of a run. The first images of its test set are drawn again: rounded to
 whole grey levels, as in training; truncated, as another program may do; and rounded, with each pixel moved by -1, 0 or
 1. Rounded images are those that `lra test` scores.
-FOLDER/<gpu>/NAME.json has the three accuracies. The cards of checkpoints show those of this folder.
+FOLDER/<gpu>/NAME.json has the three accuracies, and the digest of model.safetensors. The card of a release with these
+weights shows what this folder has.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from lra.data.split import Split
 from lra.errors import UsageError
 from lra.tasks.base import TaskModule
 from lra.tasks.pathfinder import PathfinderConfig
-from lra.training.provenance import weights_digest
 
 SEED = 0  # of the moved pixels
 
@@ -77,8 +77,8 @@ def measure(name: str, count: int) -> dict[str, Any]:
     pixels, labels = variants(task, count)
     size = max(1, min(module.run.batch.eval, count))
     return {
-        "checkpoint": f"{cards.RELEASES.name}/{path.name}",
-        "weights": weights_digest(module.model.state_dict()),
+        "checkpoint": f"{cards.RELEASES.name}/{name}" if path.parent == cards.RELEASES else name,
+        "sha256": cards.digest(path),
         "n": count,
         "accuracy": {name: accuracy(module, these, labels, size) for name, these in pixels.items()},
         "environment": environment.describe(),
