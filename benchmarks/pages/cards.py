@@ -91,9 +91,7 @@ def stages(result: Result, runs: dict[str, list[tuple[Path, Result]]]) -> list[R
     return chain
 
 
-def card(
-    name: str, result: Result, runs: dict[str, list[tuple[Path, Result]]], levels: Result | None = None
-) -> str:
+def card(name: str, result: Result, runs: dict[str, list[tuple[Path, Result]]], levels: Result | None = None) -> str:
     """The whole text of a release's README.md. `levels`: what its weights lose when grey levels move, if measured."""
     chain, folder = stages(result, runs), f"{RELEASES.name}/{name}"
     other = "" if used_attention(result) == result["attn"] else f" attn={used_attention(result)}"
