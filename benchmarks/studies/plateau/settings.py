@@ -49,6 +49,7 @@ SETTINGS: dict[str, Setting] = {
     "numbers, max": Setting("numbers", (*PIXELS, *MAX), "a marker's vector is not averaged with 1,000 others"),
     "squares, max": Setting("squares", (*PIXELS, *MAX), "whoever restores a square has to join the paths around it"),
     "lit": Setting("lit", LIT, "pretrained on lit pixels: 165 tokens, and none of them is background"),
+    "lit, max": Setting("lit", (*LIT, *MAX), "the same with the maximum"),
     "easy": Setting("numbers", (*PIXELS, *EASY), "the easy level from the same weights"),
     "strict, max": Setting("strict", (*STRICT, *MAX), "one axis of positions, eight heads"),
     "numbers": Setting("numbers", PIXELS, "mean pooling, as Amos et al. 2024"),
