@@ -19,6 +19,7 @@ from lra.tasks.augmented import (
     UNIT,
     change_grey_values,
     draw_inverse_maps,
+    mirror_places,
     permute_operands,
     sample_images,
     shift_levels,
@@ -281,6 +282,22 @@ def test_the_largest_values_give_pixels():
     batch = gathered(images(400), max_length=48)
     tokens = transform_images(batch, config, GRID, 255)
     assert int(tokens.min()) == 0 and int(tokens.max()) <= 255
+
+
+@pytest.mark.parametrize("flip", ["none", "horizontal", "both"])
+@pytest.mark.parametrize("options", [{}, {"prefix": 256}], ids=["plain", "cls"])
+def test_some_pixels_are_mirrored_as_whole_images_are(flip, options):
+    config, prefixed = AugmentConfig(flip), "prefix" in options
+    whole = gathered(images(), max_length=48, **options)
+    wanted = transform_images(whole, config, GRID, 255).view(12, -1)
+    for layout in LAYOUTS.values():
+        some = gathered(images(), max_length=48, threshold=100, **options, **layout)
+        mirrored = mirror_places(some, config, GRID, prefixed)
+        assert mirrored.tokens.dtype == some.tokens.dtype and mirrored.positions.dtype == some.positions.dtype  # type: ignore
+        tokens = by_index(some, mirrored.tokens, 0)
+        for index, places in by_index(some, mirrored.positions, 0).items():  # type: ignore[arg-type]
+            kept = (wanted[index] >= 100).nonzero().flatten()
+            assert places == kept.tolist() and tokens[index] == wanted[index][kept].tolist()
 
 
 @pytest.mark.parametrize("options", [{}, {"prefix": 256}, {"threshold": 9}], ids=["plain", "cls", "lit"])

@@ -80,7 +80,7 @@ def test_only_what_changes_something_is_saved():
         ("task=image augment.operands=true", "augment.operands=true: task=image has no operators of ListOps, leave"),
         (
             "task=path64 task.tokens=lit augment.rotate=5",
-            "rotate=5.0: tokens=lit leaves pixels out, set task",
+            "rotate=5.0: tokens=lit leaves pixels out, set task.tokens=all, or leave out augment.rotate$",
         ),
         ("task=text augment.levels=1", "augment.levels=1: task=text has no images, leave out what changes images"),
         ("task=pathfinder augment.levels=256", "augment.levels=256 is too large: use at most 255"),
@@ -109,11 +109,31 @@ def test_the_objective_sees_the_augmented_batch_and_evaluation_does_not(task, ob
     assert torch.equal(here.eval()(batch), plain.eval()(batch))
 
 
-def test_grey_levels_change_where_pixels_are_left_out():
-    here = module("pathfinder", "augment.levels=1", "task.tokens=lit")
+LIT = ("task.tokens=lit", "augment.flip=both", "augment.levels=1")
+
+
+def test_some_pixels_are_mirrored_and_their_grey_levels_change():
     batch = batch_of("pathfinder", threshold=8)
-    change = here.augment(batch).tokens.long() - batch.tokens.long()
-    assert change.unique().tolist() == [-1, 0, 1]
+    flipped = module("pathfinder", *LIT, "augment.levels=0").augment(batch)
+    assert torch.equal(batch.tokens.sort()[0], flipped.tokens.sort()[0])
+    assert not torch.equal(batch.token_positions(), flipped.token_positions())
+    changed = module("pathfinder", *LIT).augment(batch)
+    assert torch.equal(changed.token_positions(), flipped.token_positions())
+    assert (changed.tokens.long() - flipped.tokens.long()).unique().tolist() == [-1, 0, 1]
+
+
+@torch.no_grad()
+@pytest.mark.slow
+def test_some_pixels_are_changed_alike_when_compiled(monkeypatch):
+    here = module("pathfinder", *LIT, "model.attn_dropout=0")
+    torch.compiler.reset()
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_with(function, fullgraph=True))
+    both: Any = compile_batched(lambda batch: (here.loss(batch), here.augment(batch).tokens), False)  # type: ignore
+    batch = batch_of("pathfinder", threshold=8, multiple=64)
+    loss, tokens = both(batch)
+    assert torch.equal(tokens, here.augment(batch).tokens)
+    assert float(loss) == pytest.approx(float(here.loss(batch)), rel=1e-5)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
