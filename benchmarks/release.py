@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.command import command
 from benchmarks.pages import measured
-from benchmarks.pages.cards import RELEASES, card, known
+from benchmarks.pages.cards import RELEASES, card, digest, grey_levels, known
 from lra.errors import UsageError
 from lra.experiments.results.push import finished_run
 from lra.training.run_directory import RUNS_FOLDER
@@ -37,7 +37,7 @@ def release(run: Path, name: str, releases: Path = RELEASES, results: Path = mea
     if target.exists():
         raise UsageError(f"{target} is there already: remove it first, or choose another name")
     result = finished_run(run)
-    text = card(name, result, known(releases, results))
+    text = card(name, result, known(releases, results), grey_levels().get(digest(run)))
     aside = releases / f".{name}.{os.getpid()}"
     aside.mkdir(parents=True)
     try:

@@ -17,7 +17,10 @@ from benchmarks.studies.exactness import study as exactness
 from benchmarks.studies.kinks import study as kinks
 from benchmarks.studies.learnability import study as cnn
 from benchmarks.studies.learning import study as learning
+from benchmarks.studies.levels import study as levels
 from benchmarks.studies.overlap import study as overlap
+from benchmarks.studies.plateau import settings
+from benchmarks.studies.plateau import study as plateau
 from benchmarks.studies.prepare import study as prepare
 from lra.kernels.testing import Case
 from lra.training.fit import configure
@@ -67,6 +70,45 @@ def test_learnability_reports_its_curve(tmp_path, monkeypatch, capsys):
     assert set(result["baselines"]) == {"majority", "marker distance"}
     assert readme.learnability(tmp_path).splitlines()[2].startswith("| [pathfinder@2]")
     assert cnn.main(["task=listops", "batch.size=0"]) == 2
+
+
+def test_grey_levels_of_test_images_move_by_one(tmp_path, monkeypatch, capsys):
+    assert levels.main(["pathfinder", "--count", "8", "--out", str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("*/pathfinder.json")
+    result = json.loads(file.read_text())
+    assert result["checkpoint"] == "checkpoints/pathfinder" and result["n"] == 8
+    assert set(result["accuracy"]) == {"rounded", "truncated", "moved"}
+    task = configure(["task=pathfinder", "attn=flash", "task.version=1"]).config.task
+    pixels, labels = levels.variants(task, 70)
+    change = {name: these.astype(int) - pixels["rounded"] for name, these in pixels.items()}
+    assert np.unique(change["truncated"]).tolist() == [-1, 0] and np.unique(change["moved"]).tolist() == [-1, 0, 1]
+    assert pixels["rounded"].shape == (70, 1024) and set(labels) == {0, 1}
+    assert levels.main(["pathfinder", "--count", "20001"]) == 2
+    assert "--count 20001 is more than the 20000 test images" in capsys.readouterr().err
+
+
+def test_settings_of_the_plateau_are_runs():
+    assert {setting.start for setting in settings.SETTINGS.values()} - {None} == {*settings.PRETRAININGS}
+    folders = []
+    for name, setting in settings.SETTINGS.items():
+        run = configure(plateau.merged(*plateau.training(name, 3), "init=null")).config
+        assert run.seed == 3 and run.pretrain == "none" and run.optim.schedule == "constant"
+        folders.append(run.name)
+        if setting.start:
+            before = configure(plateau.pretraining(setting.start, 3)).config
+            same = ("d_model", "heads", "layers", "d_ff", "axes", "positions", "pixels")
+            assert all(getattr(before.model, field) == getattr(run.model, field) for field in same), name
+            assert before.pretrain == "masked" and f"{before.name}-s3" in plateau.training(name, 3)[-2]
+    assert len({*folders}) == len(folders)
+
+
+def test_the_step_at_which_a_plateau_ends(tmp_path, capsys):
+    file = tmp_path / "metrics.csv"
+    file.write_text("step,train/loss,val/loss,val/accuracy\n1,0.7,,\n2,,0.69,0.5\n4,,0.5,0.76\n6,,0.6,0.7\n")
+    points = plateau.curve(file)
+    assert [point["step"] for point in points] == [2, 4, 6] and plateau.first_step(points) == 4
+    assert plateau.first_step(points, 0.8) is None
+    assert plateau.main(["nothing"]) == 2 and "nothing: no setting, choose from" in capsys.readouterr().err
 
 
 def test_a_turned_image_keeps_its_pixels():

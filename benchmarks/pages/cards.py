@@ -5,6 +5,7 @@ A card names the runs before its own, so their results must lie in benchmarks/re
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tomllib
 from collections.abc import Iterator
@@ -30,6 +31,12 @@ from lra.experiments.results.card import (
 RELEASES = measured.ROOT / "checkpoints"
 # what lit pixels' weights are known to begin, and how: from those of Path-64 nobody learned Path-X yet
 LARGER = {"pathfinder": ("path64", "positions.scale=image"), "pathx": ("path256",)}
+# of the study of grey levels: what was done to the images
+MOVED = {
+    "rounded": "rounded to whole grey levels, as in training", "truncated": "truncated to whole grey levels",
+    "moved": "rounded, then each pixel moved by -1, 0 or 1",
+}  # fmt: skip
+MOST_LOST = 1.0  # points, of weights that do not rely on single grey levels
 MADE = "<!-- made by benchmarks/pages/cards.py of result.json: make docs -->"
 HEAD = """# Checkpoints
 
@@ -85,8 +92,8 @@ def stages(result: Result, runs: dict[str, list[tuple[Path, Result]]]) -> list[R
     return chain
 
 
-def card(name: str, result: Result, runs: dict[str, list[tuple[Path, Result]]]) -> str:
-    """The whole text of a release's README.md."""
+def card(name: str, result: Result, runs: dict[str, list[tuple[Path, Result]]], levels: Result | None = None) -> str:
+    """The whole text of a release's README.md. `levels`: what its weights lose when grey levels move, if measured."""
     chain, folder = stages(result, runs), f"{RELEASES.name}/{name}"
     other = "" if used_attention(result) == result["attn"] else f" attn={used_attention(result)}"
     return "\n\n".join([
@@ -97,6 +104,7 @@ def card(name: str, result: Result, runs: dict[str, list[tuple[Path, Result]]]) 
         table(*score_table(result)),
         "± is the 95% bound from sampling the test set. It is of one run, of one seed.",
         *_chosen_by(chain),
+        *(_grey_levels(levels) if levels else []),
         "## Use",
         "Run this in the checkout, or write the folder's path after `init=`:",
         shell_block(
@@ -147,6 +155,33 @@ def _chosen_by(chain: list[Result]) -> Iterator[str]:
                 )
 
 
+def _grey_levels(levels: Result) -> Iterator[str]:
+    yield "## Grey levels"
+    yield table(("test images", "accuracy, %"), ((MOVED[name], f"{100 * it:.2f}") for name, it in
+                                                 levels["accuracy"].items()))  # fmt: skip
+    points = 100 * lost(levels)
+    most = "These weights rely on how grey levels were rounded" if points > MOST_LOST else "A grey level matters little"
+    where = "[studies/levels](../../benchmarks/studies/levels/README.md)"
+    yield f"{most}: they lose {max(points, 0):.2f} points at most on these {levels['n']:,} images ({where})."
+
+
+def lost(levels: Result) -> float:
+    """The largest share of images that are lost when grey levels move by one."""
+    accuracy = levels["accuracy"]
+    return max(accuracy["rounded"] - accuracy[name] for name in accuracy)
+
+
+def digest(folder: Path) -> str:
+    """SHA-256 of a folder's model.safetensors, as hex digits."""
+    with open(folder / "model.safetensors", "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def grey_levels(root: Path = measured.BENCHMARKS) -> dict[str, Result]:
+    """What weights lose when grey levels move by one, by the digest of the weights."""
+    return {result["sha256"]: result for _, result in measured.read(root, "studies/levels/*/*.json")}
+
+
 def further(name: str, result: Result) -> str:
     """What trains another run from a release, on larger images where there are any."""
     lit = "task.tokens=lit" in result["overrides"]
@@ -193,8 +228,11 @@ def rescored(root: Path = measured.BENCHMARKS) -> dict[str, str]:
 def make(releases: Path = RELEASES, results: Path = measured.RUNS) -> dict[Path, str]:
     """The text of each file."""
     runs, found = known(releases, results), released(releases)
-    others = rescored()
-    cards = {releases / name / "README.md": card(name, result, runs) for name, result in found.items()}
+    others, levels = rescored(), grey_levels()
+    cards = {
+        releases / name / "README.md": card(name, result, runs, levels.get(digest(releases / name)))
+        for name, result in found.items()
+    }
     rows = [
         (
             f"[{name}]({name}/README.md){mark(result)}",

@@ -17,8 +17,8 @@ from lra.errors import UsageError
 
 # fields of runs and of tasks that older runs lack, and the values by which those runs computed
 LATER_RUN_FIELDS = {
-    "mask_random": 0.0, "mask_span": 1, "mask_loss": "hidden", "pixel_loss": "cross_entropy", "denoise": 0.0,
-    "train_share": 1.0,
+    "mask_random": 0.0, "mask_span": 1, "mask_patch": 1, "mask_loss": "hidden", "pixel_loss": "cross_entropy",
+    "denoise": 0.0, "train_share": 1.0,
 }  # fmt: skip
 LATER_FIELDS = {"task.background": 0.0, "task.difference": "signed", "task.version": 1}
 # fields of sections that older runs lack; those computed by the defaults
@@ -47,7 +47,7 @@ class PositionsConfig:
 LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"]
 # fields that say how a run is called or watched, and not what it computes
 UNSAVED_FIELDS = ("resume", "draws", "predictions", "logger", "trainer.log_grad_norm")
-MASK_FIELDS = ("mask", "mask_random", "mask_span", "mask_loss")  # of a run: how tokens are hidden
+MASK_FIELDS = ("mask", "mask_random", "mask_span", "mask_patch", "mask_loss")  # of a run: how tokens are hidden
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class RunConfig:
     mask: float | None = None  # share of tokens that pretrain=masked or denoise= hides; null: the task's own
     mask_random: float = 0.0  # share of hidden tokens that a random token replaces, instead of MASK
     mask_span: int = 1  # places in a row that are hidden together
+    mask_patch: int = 1  # side of the squares of pixels that are hidden together
     mask_loss: Literal["hidden", "all"] = "hidden"  # tokens that the loss counts; pretraining scores hidden ones
     # loss of pixels to restore; l1: the distance of their grey values, from -1 to 1, where model.pixels=numbers
     pixel_loss: Literal["cross_entropy", "l1"] = "cross_entropy"
@@ -140,6 +141,12 @@ class RunConfig:
             raise UsageError(f"mask_random={self.mask_random} must be 0, or at least 2e-5 and at most 1")
         if not 1 <= self.mask_span <= 1 << 20:  # as long as the longest sequence of any task
             raise UsageError(f"mask_span={self.mask_span} must be at least 1 and at most {1 << 20}")
+        if not 1 <= self.mask_patch <= 1 << 10:
+            raise UsageError(f"mask_patch={self.mask_patch} must be at least 1 and at most {1 << 10}")
+        if self.mask_span > 1 and self.mask_patch > 1:
+            raise UsageError(
+                f"mask_span={self.mask_span} hides rows and mask_patch={self.mask_patch} squares: choose one"
+            )
         if self.pretrain != "none" and self.head is not None:
             raise UsageError(f"head={self.head}: pretrain={self.pretrain} trains no classifier, leave it out")
         if self.pretrain != "none" and self.predictions:

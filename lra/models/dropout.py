@@ -19,6 +19,7 @@ HIDING_SITE, REPLACING_SITE, SPAN_SITE = -1, -2, -3  # lra/tasks/hiding.py
 # lra/tasks/augmented.py
 OPERANDS_SITE, ROTATE_SITE, COLUMN_SITE, ROW_SITE, SCALE_SITE, SHEAR_SITE = -4, -5, -6, -7, -8, -9
 HORIZONTAL_SITE, VERTICAL_SITE, BRIGHTNESS_SITE, CONTRAST_SITE = -10, -11, -12, -13
+LEVEL_SITE = -(1 << 20)  # below those of branches
 BRANCH_SITE = -14  # the first of `drop_branch`; two for each layer, downwards
 
 

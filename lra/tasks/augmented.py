@@ -1,17 +1,19 @@
 """Augmentation: training batches are changed at random on the device, before the objective sees them.
 
 Images are mirrored, turned, shifted, scaled, sheared and made brighter or darker. The operands of ListOps' operators
-are permuted, which leaves the value. Miralles-González et al. 2025 (arXiv 2501.14850) train with such changes.
+are permuted, which leaves the value. Miralles-González et al. 2025 (arXiv 2501.14850) train with such changes. Grey
+levels change by a few, so that a model does not rely on how another program rounds them.
 
-What is drawn is a function of (seed of the step, index of the sequence), and for operands of the place, too, like
-dropout. So layouts of batches, micro-batches, devices and resumed runs change nothing. Images are computed with
-integers, so that a compiled step and an eager one see the same pixels.
+What is drawn is a function of (seed of the step, index of the sequence), and for operands and grey levels of the place,
+too, like dropout. So layouts of batches, micro-batches, devices and resumed runs change nothing. Images are computed
+with integers, so that a compiled step and an eager one see the same pixels.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from lra.models.dropout import (
     COLUMN_SITE,
     CONTRAST_SITE,
     HORIZONTAL_SITE,
+    LEVEL_SITE,
     OPERANDS_SITE,
     ROTATE_SITE,
     ROW_SITE,
@@ -39,10 +42,12 @@ from lra.models.dropout import (
     row_keys,
     sequence_keys,
 )
+from lra.models.positions import token_coordinates
 from lra.tasks.base import OptimisationStep, TaskModule
 
 UNIT_BITS = 16  # pixels, their weights and grey values are counted in steps of 2^-16
 UNIT = 1 << UNIT_BITS
+WITHOUT_WHOLE_IMAGES = {"flip", "levels", "operands"}  # what can be done to some of the pixels
 FIRST_OPERATOR, BRACKET = listops.VOCABULARY.index("[MAX"), listops.VOCABULARY.index("]")
 
 
@@ -64,11 +69,18 @@ class AugmentedTask(TaskModule):
         given = ", ".join(f"augment.{name}={format_value(value)}" for name, value in changes.items())
         if "operands" in changes and tuple(cls.Data.vocabulary) != listops.VOCABULARY:
             raise UsageError(f"{given}: task={task.name} has no operators of ListOps, leave out augment.operands")
-        if changes.keys() - {"operands"}:
-            if cls.grid(task) is None:
-                raise UsageError(f"{given}: task={task.name} has no images, leave out what changes images")
-            if getattr(task, "tokens", "all") != "all":
-                raise UsageError(f"{given}: tokens={task.tokens} leaves pixels out, set task.tokens=all")
+        if changes.keys() - {"operands"} and cls.grid(task) is None:
+            raise UsageError(f"{given}: task={task.name} has no images, leave out what changes images")
+        if (others := changes.keys() - WITHOUT_WHOLE_IMAGES) and not cls.whole_images(task):
+            raise UsageError(
+                f"{given}: tokens={task.tokens} leaves pixels out, set task.tokens=all, or leave out "
+                + ", ".join(f"augment.{name}" for name in sorted(others))
+            )
+
+    @staticmethod
+    def whole_images(task: Any) -> bool:
+        """Returns whether all pixels are tokens. `task`: the task's configuration, of images."""
+        return getattr(task, "tokens", "all") == "all"
 
     def loss(self, batch: Batch) -> Tensor:
         """The loss of the objective on an augmented batch."""
@@ -76,12 +88,18 @@ class AugmentedTask(TaskModule):
 
     def augment(self, batch: Batch) -> Batch:
         """Returns the batch with other tokens in the same rows. Needs a batch with a seed, as in training."""
+        config, white = self.run.augment, len(self.Data.vocabulary) - 1
+        if config.operands:
+            return dataclasses.replace(batch, tokens=permute_operands(batch, self.run.task.max_length))
         grid = self.grid(self.run.task)
-        if grid is None:
-            tokens_T = permute_operands(batch, self.run.task.max_length)
-        else:
-            tokens_T = transform_images(batch, self.run.augment, grid, len(self.Data.vocabulary) - 1)
-        return dataclasses.replace(batch, tokens=tokens_T)
+        assert grid is not None, "check_augmentation lets no other change through"
+        if not self.whole_images(self.run.task):
+            batch = mirror_places(batch, config, grid, self.model.encoder.prefix is not None)
+        elif config.changes().keys() - {"levels"}:
+            batch = dataclasses.replace(batch, tokens=transform_images(batch, config, grid, white))
+        if config.levels:
+            batch = dataclasses.replace(batch, tokens=shift_levels(batch, config.levels, white))
+        return batch
 
 
 def transform_images(batch: Batch, config: AugmentConfig, grid: tuple[int, int], white: int) -> Tensor:
@@ -92,11 +110,10 @@ def transform_images(batch: Batch, config: AugmentConfig, grid: tuple[int, int],
         grid: height and width.
         white: the largest id of a pixel; 0 is black.
     """
-    assert batch.seed is not None, "a training batch carries its step's seed"
     count = grid[0] * grid[1]
     rows_BN = batch.tokens.view(batch.size, -1)
     others, image_BP = rows_BN.split((rows_BN.shape[1] - count, count), 1)
-    keys_B = sequence_keys(batch.index, batch.seed)
+    keys_B = sequence_keys(batch.index, _seed(batch))
     grey_BP = change_grey_values(image_BP.long(), config, keys_B, white)
     changed_BP = sample_images(grey_BP, *draw_inverse_maps(config, keys_B, grid), grid)
     return torch.cat((others, changed_BP.to(others.dtype)), 1).flatten()
@@ -115,14 +132,53 @@ def draw_inverse_maps(config: AugmentConfig, keys_B: Tensor, grid: tuple[int, in
     slant_B = (math.radians(config.shear) * _draw(keys_B, SHEAR_SITE)).tan()
     sine_B, cosine_B = angle_B.sin(), angle_B.cos()
     matrix_B22 = torch.stack((cosine_B + slant_B * sine_B, sine_B - slant_B * cosine_B, -sine_B, cosine_B), 1)
-    mirrors = (HORIZONTAL_SITE, config.flip != "none"), (VERTICAL_SITE, config.flip == "both")
-    mirrored_B2 = torch.stack([_draw_mirror(keys_B, site, mirrored) for site, mirrored in mirrors], 1)
+    mirrored_B2 = draw_mirrors(config, keys_B)
     size_B1 = 1 + config.scale * _draw(keys_B, SCALE_SITE)[:, None]
     matrix_B22 = matrix_B22.unflatten(1, (2, 2)) * (mirrored_B2 / size_B1)[:, :, None]
     height, width = grid
     sides = (COLUMN_SITE, width), (ROW_SITE, height)
     shift_B2 = torch.stack([config.shift * side * _draw(keys_B, site) for site, side in sides], 1)
     return matrix_B22, -(matrix_B22 * shift_B2[:, None]).sum(2)
+
+
+def draw_mirrors(config: AugmentConfig, keys_B: Tensor) -> Tensor:
+    """Draws whether columns and rows of each image are mirrored: -1 if so, else 1, fp64 `[B, 2]`."""
+    mirrors = (HORIZONTAL_SITE, config.flip != "none"), (VERTICAL_SITE, config.flip == "both")
+    return torch.stack([_draw_mirror(keys_B, site, mirrored) for site, mirrored in mirrors], 1)
+
+
+def mirror_places(batch: Batch, config: AugmentConfig, grid: tuple[int, int], prefixed: bool) -> Batch:
+    """Returns the batch of mirrored images of which some pixels are tokens. These have new places, in row-major order.
+
+    Args:
+        batch: pixels with their positions, with or without a first token that is no pixel.
+        config: says how images are mirrored.
+        grid: height and width.
+        prefixed: whether there is such a first token.
+    """
+    if config.flip == "none":
+        return batch
+    assert batch.positions is not None, "pixels that are not all have positions"
+    place_T2 = token_coordinates(batch, 2, grid[1], prefixed)
+    mirrored_B2 = draw_mirrors(config, sequence_keys(batch.index, _seed(batch))).flip(1) < 0  # rows, then columns
+    row_T, column_T = (
+        torch.where(batch.per_row(mirrored_B2[:, axis]), side - 1 - place_T2[:, axis], place_T2[:, axis])
+        for axis, side in enumerate(grid)
+    )
+    position_T = row_T * grid[1] + column_T + int(prefixed)
+    if prefixed:
+        position_T = torch.where(batch.positions == 0, 0, position_T)
+    position_BN = batch.pad(position_T)
+    order_BN = stable_order(torch.where(batch.mask(), position_BN, grid[0] * grid[1] + 1))
+    tokens_T, positions_T = (
+        batch.unpad(rows_BN.gather(1, order_BN)) for rows_BN in (batch.pad(batch.tokens), position_BN)
+    )
+    return dataclasses.replace(batch, tokens=tokens_T, positions=positions_T.to(batch.positions.dtype))
+
+
+def _seed(batch: Batch) -> Tensor:
+    assert batch.seed is not None, "a training batch carries its step's seed"
+    return batch.seed
 
 
 def sample_images(grey_BP: Tensor, matrix_B22: Tensor, summand_B2: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -177,6 +233,20 @@ def change_grey_values(image_BP: Tensor, config: AugmentConfig, keys_B: Tensor, 
     factor_B = (UNIT * brightness_B * contrast_B).round().long()
     summand_B = (UNIT * brightness_B * (1 - contrast_B) * mean_B).round().long()
     return (image_BP * factor_B[:, None] + summand_B[:, None]).clamp(0, white * UNIT)
+
+
+def shift_levels(batch: Batch, most: int, white: int) -> Tensor:
+    """Returns tokens whose grey levels are changed by -most to most, `[T]`. Each pixel draws its own, uniformly.
+
+    Args:
+        batch: pixels, all of an image or some, with or without a first token that is no pixel.
+        most: the largest change, in grey levels.
+        white: the largest id of a pixel; 0 is black.
+    """
+    bits_T = mix_bits(row_keys(batch) + LEVEL_SITE).long() & (1 << 16) - 1
+    level_T = batch.tokens.long()
+    shifted_T = (level_T + (bits_T * (2 * most + 1) >> 16) - most).clamp(0, white)
+    return torch.where(level_T > white, level_T, shifted_T).to(batch.tokens.dtype)
 
 
 def _draw(keys_B: Tensor, site: int) -> Tensor:

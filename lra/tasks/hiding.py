@@ -14,15 +14,17 @@ from torch.nn import functional as F
 
 from lra.batch import IGNORED_LABEL, Batch
 from lra.config.schema import RunConfig
+from lra.errors import UsageError
 from lra.models.dropout import HIDING_SITE, REPLACING_SITE, SPAN_SITE, mix_bits, row_keys, sequence_keys
 from lra.models.pixels import grey_values, nearest_ids
+from lra.models.positions import token_coordinates
 from lra.models.transformer import Encoder
 
 HASH_BITS = 16  # bits of the hash that are compared: a share is exact to 2^-16
 
 
 class Hiding:
-    """How a run hides tokens (`mask`, `mask_random`, `mask_span`) and what its loss is (`mask_loss`, `pixel_loss`).
+    """How a run hides tokens (`mask` and what begins with `mask_`) and what its loss is (`mask_loss`, `pixel_loss`).
 
     What `token_decoder` makes of each row is here called decoded: scores of the vocabulary, fp32 `[T, V]`, or a grey
     value, fp32 `[T, 1]`.
@@ -30,20 +32,27 @@ class Hiding:
     Args:
         run: the configuration of the run.
         share: the share of hidden tokens where `mask` is null.
-        encoder: has the ids of the MASK and CLS tokens.
+        encoder: has the ids of the MASK and CLS tokens, and the size of images.
+
+    Raises:
+        UsageError: `mask_patch` hides squares, and the tokens are no pixels.
     """
 
     def __init__(self, run: RunConfig, share: float, encoder: Encoder):
         assert encoder.mask is not None
         self.share = share if run.mask is None else run.mask
-        self.random, self.span, self.everywhere = run.mask_random, run.mask_span, run.mask_loss == "all"
+        self.random, self.everywhere = run.mask_random, run.mask_loss == "all"
+        self.span, self.patch, self.grid = run.mask_span, run.mask_patch, encoder.grid
+        if self.patch > 1 and self.grid is None:
+            raise UsageError(f"mask_patch={self.patch} hides squares of pixels: this task has no images, leave it out")
         self.mask, self.prefix = encoder.mask, encoder.prefix
         self.vocabulary = encoder.mask - (encoder.prefix is not None)
         self.distance = run.pixel_loss == "l1"
 
     def hide(self, batch: Batch) -> tuple[Batch, Tensor]:
         """Returns the batch that the encoder sees, and which rows of it are hidden, bool `[T]`."""
-        hidden_T = hidden_rows(batch, self.share, self.prefix, self.span)
+        width = self.grid[1] if self.grid and self.patch > 1 else None
+        hidden_T = hidden_rows(batch, self.share, self.prefix, self.span if width is None else self.patch, width)
         shown_T: Tensor | int = self.mask
         if self.random:
             bits_T = mix_bits(row_keys(_seeded(batch)) + REPLACING_SITE)
@@ -102,18 +111,28 @@ def findable_rows(batch: Batch, prefix: int | None) -> Tensor:
     return rows_T if prefix is None else rows_T & (batch.tokens != prefix)
 
 
-def hidden_rows(batch: Batch, share: float, prefix: int | None, span: int = 1) -> Tensor:
+def hidden_rows(batch: Batch, share: float, prefix: int | None, span: int = 1, width: int | None = None) -> Tensor:
     """Returns which rows are hidden, bool `[T]`: each token that can be, with probability `share`.
 
     With a `span`, so many places in a row are hidden together. The first span of a sequence begins at a random place,
-    and what is left before it is a shorter span.
+    and what is left before it is a shorter span. With the `width` of an image, too, squares of that side are hidden
+    together: their columns and their rows begin at random places.
     """
     seeded = _seeded(batch)
     if span > 1:
         assert seeded.seed is not None
-        begin_B = (mix_bits(sequence_keys(batch.index, seeded.seed) + SPAN_SITE) & (1 << 31) - 1) % span
-        span_T = (batch.token_positions() + batch.per_row(begin_B)) // span
-        seeded = dataclasses.replace(seeded, positions=span_T)  # all places of a span have one hash
+        bits_B = mix_bits(sequence_keys(batch.index, seeded.seed) + SPAN_SITE)
+        begin_B = (bits_B & (1 << 31) - 1) % span
+        if width is None:
+            group_T = (batch.token_positions() + batch.per_row(begin_B)) // span
+        else:
+            place_TA = token_coordinates(batch, 2, width, prefix is not None)
+            down_B = (mix_bits(bits_B) & (1 << 31) - 1) % span
+            row_T, column_T = (
+                (place_TA[:, axis] + batch.per_row(first_B)) // span for axis, first_B in ((0, down_B), (1, begin_B))
+            )
+            group_T = row_T * (width // span + 2) + column_T
+        seeded = dataclasses.replace(seeded, positions=group_T)  # all places of a group have one hash
     return _drawn(mix_bits(row_keys(seeded) + HIDING_SITE), share) & findable_rows(batch, prefix)
 
 

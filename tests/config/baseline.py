@@ -21,12 +21,13 @@ IMAGES = (
     "attn=linear", "model.attn_dropout=0", "model.d_model=8", "model.heads=1", "batch.size=2",
 )  # fmt: skip
 # a value of each field that tasks without images refuse
-OF_IMAGES = {"model.axes": "2", "model.pixels": "numbers", "pixel_loss": "l1"}
+OF_IMAGES = {"model.axes": "2", "model.pixels": "numbers", "pixel_loss": "l1", "mask_patch": "2"}
 # of the run: what a field needs beside it; {…} is a finished run
 BESIDE = {
     "mask": ("pretrain=masked",),
     "mask_random": ("pretrain=masked", "mask=0.5"),
     "mask_span": ("pretrain=masked", "mask=0.5"),
+    "mask_patch": ("pretrain=masked", "mask=0.5"),
     "mask_loss": ("pretrain=masked", "mask=0.5"),
     "pixel_loss": ("pretrain=masked", "mask=0.5", "model.pixels=numbers"),
     "head": ("init={learned}",),

@@ -19,8 +19,10 @@ from lra.tasks.augmented import (
     UNIT,
     change_grey_values,
     draw_inverse_maps,
+    mirror_places,
     permute_operands,
     sample_images,
+    shift_levels,
     transform_images,
 )
 from tests.tasks.test_hiding import LAYOUTS, SEED, gathered
@@ -280,3 +282,35 @@ def test_the_largest_values_give_pixels():
     batch = gathered(images(400), max_length=48)
     tokens = transform_images(batch, config, GRID, 255)
     assert int(tokens.min()) == 0 and int(tokens.max()) <= 255
+
+
+@pytest.mark.parametrize("flip", ["none", "horizontal", "both"])
+@pytest.mark.parametrize("options", [{}, {"prefix": 256}], ids=["plain", "cls"])
+def test_some_pixels_are_mirrored_as_whole_images_are(flip, options):
+    config, prefixed = AugmentConfig(flip), "prefix" in options
+    whole = gathered(images(), max_length=48, **options)
+    wanted = transform_images(whole, config, GRID, 255).view(12, -1)
+    for layout in LAYOUTS.values():
+        some = gathered(images(), max_length=48, threshold=100, **options, **layout)
+        mirrored = mirror_places(some, config, GRID, prefixed)
+        assert mirrored.tokens.dtype == some.tokens.dtype and mirrored.positions.dtype == some.positions.dtype  # type: ignore
+        tokens = by_index(some, mirrored.tokens, 0)
+        for index, places in by_index(some, mirrored.positions, 0).items():  # type: ignore[arg-type]
+            kept = (wanted[index] >= 100).nonzero().flatten()
+            assert places == kept.tolist() and tokens[index] == wanted[index][kept].tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"prefix": 256}, {"threshold": 9}], ids=["plain", "cls", "lit"])
+def test_grey_levels_change_by_a_few_and_the_place_alone_decides(options):
+    whole, head = gathered(images(), **options, max_length=48), int("prefix" in options)
+    moved = shift_levels(whole, 2, 255)
+    assert moved.dtype == whole.tokens.dtype
+    for layout in LAYOUTS.values():
+        batch = gathered(images(), **options, **layout, max_length=48)
+        assert by_index(batch, shift_levels(batch, 2, 255), head) == by_index(whole, moved, head)
+    change = moved.long() - whole.tokens.long()
+    free = (whole.tokens > 1) & (whole.tokens < 254)
+    counts = torch.bincount(change[free] + 2, minlength=5) / free.sum()
+    assert len(counts) == 5 and ((counts - 0.2).abs() < 0.1).all()
+    assert int(moved.max()) == (256 if head else 255) and torch.equal(moved == 256, whole.tokens == 256)
+    assert int(moved.min()) >= 0 and torch.equal(shift_levels(whole, 0, 255), whole.tokens)

@@ -30,7 +30,7 @@ from tests.tasks.test_masked import MODEL, SHORT
 OPERANDS = ("augment.operands=true",)
 IMAGES = (
     "augment.flip=both", "augment.rotate=10", "augment.shift=0.1", "augment.scale=0.1", "augment.shear=10",
-    "augment.brightness=0.2", "augment.contrast=0.2",
+    "augment.brightness=0.2", "augment.contrast=0.2", "augment.levels=2",
 )  # fmt: skip
 FIELDS = {"listops": OPERANDS, "pathfinder": IMAGES}
 TASK_FIELDS = {"listops": "task.max_length=60", "pathfinder": "task.tokens=all"}
@@ -38,7 +38,7 @@ TASK_FIELDS = {"listops": "task.max_length=60", "pathfinder": "task.tokens=all"}
 
 def module(task: str, *args: str) -> Any:
     shared = (f"task={task}", "attn=flash", "recipe=demo", *MODEL, "model.dropout=0.2", TASK_FIELDS[task])
-    built = assembly.build_modules(fit.configure([*shared, *args]).config)[1]
+    built = assembly.build_modules(fit.configure(merged(*shared, *args)).config)[1]
     torch.manual_seed(1)
     for parameter in built.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -80,8 +80,10 @@ def test_only_what_changes_something_is_saved():
         ("task=image augment.operands=true", "augment.operands=true: task=image has no operators of ListOps, leave"),
         (
             "task=path64 task.tokens=lit augment.rotate=5",
-            "rotate=5.0: tokens=lit leaves pixels out, set task",
+            "rotate=5.0: tokens=lit leaves pixels out, set task.tokens=all, or leave out augment.rotate$",
         ),
+        ("task=text augment.levels=1", "augment.levels=1: task=text has no images, leave out what changes images"),
+        ("task=pathfinder augment.levels=256", "augment.levels=256 is too large: use at most 255"),
         ("task=image augment.rotate=-1", "augment.rotate=-1.0 must be at least 0"),
         ("task=image augment.rotate=181", "augment.rotate=181.0 is too large: use at most 180"),
         ("task=image augment.scale=1", "augment.scale=1.0 is too large: use at most 0.9"),
@@ -105,6 +107,33 @@ def test_the_objective_sees_the_augmented_batch_and_evaluation_does_not(task, ob
     assert not torch.equal(augmented.tokens, batch.tokens) and issubclass(type(here), TASKS.get(task))
     assert float(here.loss(batch)) == float(plain.loss(augmented)) != float(plain.loss(batch))
     assert torch.equal(here.eval()(batch), plain.eval()(batch))
+
+
+LIT = ("task.tokens=lit", "augment.flip=both", "augment.levels=1")
+
+
+def test_some_pixels_are_mirrored_and_their_grey_levels_change():
+    batch = batch_of("pathfinder", threshold=8)
+    flipped = module("pathfinder", *LIT, "augment.levels=0").augment(batch)
+    assert torch.equal(batch.tokens.sort()[0], flipped.tokens.sort()[0])
+    assert not torch.equal(batch.token_positions(), flipped.token_positions())
+    changed = module("pathfinder", *LIT).augment(batch)
+    assert torch.equal(changed.token_positions(), flipped.token_positions())
+    assert (changed.tokens.long() - flipped.tokens.long()).unique().tolist() == [-1, 0, 1]
+
+
+@torch.no_grad()
+@pytest.mark.slow
+def test_some_pixels_are_changed_alike_when_compiled(monkeypatch):
+    here = module("pathfinder", *LIT, "model.attn_dropout=0")
+    torch.compiler.reset()
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_with(function, fullgraph=True))
+    both: Any = compile_batched(lambda batch: (here.loss(batch), here.augment(batch).tokens), False)  # type: ignore
+    batch = batch_of("pathfinder", threshold=8, multiple=64)
+    loss, tokens = both(batch)
+    assert torch.equal(tokens, here.augment(batch).tokens)
+    assert float(loss) == pytest.approx(float(here.loss(batch)), rel=1e-5)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])

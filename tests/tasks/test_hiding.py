@@ -12,6 +12,7 @@ import torch
 
 from lra.batch import IGNORED_LABEL, Batch
 from lra.data.split import Pairs, Split
+from lra.errors import UsageError
 from lra.tasks.hiding import Hiding, hidden_rows
 
 SEED = torch.tensor(3 << 33 | 5)
@@ -36,8 +37,11 @@ def gathered(examples: Any, rows: Any = None, **options: Any) -> Batch:
 
 def made_hiding(prefix: int | None = None, **fields: Any) -> Hiding:
     """Hiding of a vocabulary of 15 tokens."""
-    defaults = {"mask": 0.4, "mask_random": 0.0, "mask_span": 1, "mask_loss": "hidden", "pixel_loss": "cross_entropy"}
-    encoder = SimpleNamespace(mask=15 + (prefix is not None), prefix=prefix)
+    defaults = {
+        "mask": 0.4, "mask_random": 0.0, "mask_span": 1, "mask_patch": 1, "mask_loss": "hidden",
+        "pixel_loss": "cross_entropy",
+    }  # fmt: skip
+    encoder = SimpleNamespace(mask=15 + (prefix is not None), prefix=prefix, grid=(5, 8))
     return Hiding(SimpleNamespace(**defaults | fields), 0.4, encoder)  # type: ignore[arg-type]
 
 
@@ -49,7 +53,10 @@ def places(batch: Batch, hiding: Hiding) -> set[tuple[int, int, int, int]]:
     return set(zip(*(each[hidden].tolist() for each in rows), strict=True))
 
 
-@pytest.mark.parametrize("fields", [{}, {"mask_random": 0.4}, {"mask_span": 3}], ids=["tokens", "random", "spans"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"mask_random": 0.4}, {"mask_span": 3}, {"mask_patch": 3}],
+    ids=["tokens", "random", "spans", "squares"],
+)  # fmt: skip
 @pytest.mark.parametrize("options", [{}, {"prefix": 15}, {"threshold": 4}], ids=["plain", "cls", "lit"])
 @pytest.mark.parametrize("examples", [split(), pairs()], ids=["sequences", "pairs"])
 def test_what_is_hidden_depends_on_the_place_alone(examples, options, fields):
@@ -145,9 +152,32 @@ def test_spans_are_hidden_whole_and_begin_anywhere():
     assert torch.equal(hidden_rows(batch, 0.2, None, 1), hidden_rows(batch, 0.2, None))
 
 
+def test_squares_are_hidden_whole_and_begin_anywhere():
+    images = Split.from_offsets(np.zeros(200 * 20 * 16, np.uint8), np.arange(201) * 320)
+    for prefix in (None, 15):
+        batch = gathered(images, max_length=320, prefix=prefix)
+        hidden = hidden_rows(batch, 0.5, prefix, 4, 16).view(200, -1)[:, int(prefix is not None) :]
+        hidden = hidden.reshape(200, 20, 16)
+        assert abs(hidden.float().mean() - 0.5) < 5 * (16 * 0.25 / hidden.numel()) ** 0.5
+        begins = set()
+        for image in hidden.int():
+            down, across = ((image.diff(dim=axis) != 0).nonzero()[:, axis] + 1 for axis in (0, 1))
+            assert len(set((down % 4).tolist())) <= 1 and len(set((across % 4).tolist())) <= 1
+            begins.add((int(down[0]) % 4, int(across[0]) % 4))
+        assert len(begins) == 16
+
+
+def test_squares_need_an_image():
+    made = SimpleNamespace(mask=15, prefix=None, grid=None)
+    run = SimpleNamespace(mask=0.4, mask_random=0.0, mask_span=1, mask_patch=2, mask_loss="all", pixel_loss="l1")
+    with pytest.raises(UsageError, match="mask_patch=2 hides squares of pixels: this task has no images, leave it out"):
+        Hiding(run, 0.4, made)  # type: ignore[arg-type]
+
+
 def test_golden_options():
-    """What a seed replaces, and the spans that it hides, must stay."""
+    """What a seed replaces, and the spans and squares that it hides, must stay."""
     batch = gathered(Split.from_offsets(np.zeros(24, np.uint8), np.array([0, 24])))
     shown = made_hiding(mask_random=0.5).hide(batch)[0].tokens.tolist()
     assert shown == [0, 0, 7, 0, 0, 0, 13, 0, 0, 0, 0, 0, 0, 0, 0, 0, 15, 6, 12, 0, 0, 15, 15, 0]
+    assert hidden_rows(batch, 0.4, None, 2, 6).nonzero().flatten().tolist() == [3, 4, 9, 10, 13, 14, 19, 20]
     assert hidden_rows(batch, 0.4, None, 4).nonzero().flatten().tolist() == [7, 8, 9, 10, 23]

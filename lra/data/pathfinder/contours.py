@@ -293,8 +293,10 @@ def _draw_marker(law, markers, y, x, image):
 
 
 @cached_njit
-def draw_images(laws, starts, kinds, space, ink, bearings, markers, seed, first, count):
-    """Images `first` to `first + count - 1` of `seed`, a uint64. The other arguments are `Tables`.
+def draw_images(laws, starts, kinds, space, ink, bearings, markers, seed, first, count, added):
+    """Images `first` to `first + count - 1` of `seed`, a uint64. The arguments before them are `Tables`.
+
+    Grey values are cut to whole levels after `added`, a float32, is added.
 
     Returns pixels uint8 `[count, side * side]`; labels int64 `[count]`; tips int64 `[count, 2, 2]`, y and x of the two
     markers; paddles PADDLE `[count, most]` of the two targets and then of the distractors. The last two are int64
@@ -332,5 +334,5 @@ def draw_images(laws, starts, kinds, space, ink, bearings, markers, seed, first,
         for y in range(side):
             at = _flat(law, y, 0)
             for x in range(side):
-                pixels[n, y * side + x] = np.uint8(scale * image[at + x] + np.float32(0.4999))
+                pixels[n, y * side + x] = np.uint8(scale * image[at + x] + added)
     return pixels, labels, tips, paddles, distractors, pairs

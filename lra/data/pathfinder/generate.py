@@ -23,6 +23,7 @@ from lra.errors import UsageError
 
 GENERATORS = {1: "lra.data.pathfinder@1", 2: "lra.data.pathfinder@2"}  # by version of the images: see `_key`
 GENERATOR = GENERATORS[2]
+ROUNDING = 0.4999  # added to grey values before they are cut to whole levels, as in LRA's images
 CHUNK = 64  # images per call: 4 MB at 256 pixels a side
 
 
@@ -69,19 +70,22 @@ def build_pathfinder(
 
 
 def generate_images(
-    law: ImageLaw, *, seed: int, first: int, count: int, version: int = 2, workers: int | None = None
-) -> Iterator[ImageChunk]:
+    law: ImageLaw, *, seed: int, first: int, count: int, version: int = 2, workers: int | None = None,
+    added: float = ROUNDING,
+) -> Iterator[ImageChunk]:  # fmt: skip
     """Images `first` to `first + count - 1` of `seed`, in consecutive chunks.
 
     Args:
         workers: threads, by default one per core. The images do not depend on them. Each draws up to two chunks ahead.
+        added: to grey values before they are cut to whole levels. 0 truncates them, which LRA's images are not.
     """
     from lra.data.pathfinder import contours, stamps
 
     tables, key = stamps.make_tables(law), _key(law, seed, version)
 
     def chunk(start: int) -> ImageChunk:
-        pixels, labels, tips, *_ = contours.draw_images(*tables, key, start, min(CHUNK, first + count - start))
+        images = start, min(CHUNK, first + count - start), np.float32(added)
+        pixels, labels, tips, *_ = contours.draw_images(*tables, key, *images)
         return ImageChunk(pixels, labels, _distance(tips))
 
     workers = workers or os.cpu_count() or 1
@@ -102,7 +106,7 @@ def draw_image(law: ImageLaw, *, seed: int, index: int, version: int = 2) -> Dra
     from lra.data.pathfinder import contours, stamps
 
     tables = stamps.make_tables(law)
-    drawn = contours.draw_images(*tables, _key(law, seed, version), index, 1)
+    drawn = contours.draw_images(*tables, _key(law, seed, version), index, 1, np.float32(ROUNDING))
     pixels, labels, tips, paddles, distractors, pairs = (part[0] for part in drawn)
     border, width = tables.law["border"], tables.law["width"]
     begins = np.stack([paddles["at"] // width - border, paddles["at"] % width - border], axis=1)
