@@ -1,0 +1,164 @@
+"""Mega: attention of one head between gates, whose queries and keys come from an exponential moving average."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lra.batch import Batch
+from lra.config.options import parse_options
+from lra.errors import UsageError
+from lra.kernels.convolution import convolve
+from lra.models.attention import ATTENTIONS
+from lra.models.attention.base import Attention, AttentionSpec, Mixer, check_option_counts
+from lra.models.positions import position_angles, rotate
+
+LANES = 64  # powers of a factor are computed at this distance, and between two of these
+WEIGHT_STD = 0.02  # of all projections at first, as in the authors' code
+
+
+class MovingAverage(nn.Module):
+    """Multi-dimensional damped exponential moving average of each feature (section 3.2), then SiLU.
+
+    Feature j is spread over `expansion` dimensions, u = β_j x_j. Each keeps h_t = α u_t + (1 - α δ) h_{t-1}, with α and
+    δ in (0, 1), and the output is y_j = η_j · h_j + ω_j x_j. A bidirectional one adds the average of the reversed
+    sequence, with other parameters. Both count the token itself. All is a convolution, computed by FFT in fp32.
+    """
+
+    def __init__(self, width: int, expansion: int, causal: bool):
+        super().__init__()
+        shape = (1 if causal else 2, width, expansion)
+        self.alpha = nn.Parameter(0.2 * torch.randn(shape))  # before the sigmoid, as δ
+        self.delta = nn.Parameter(0.2 * torch.randn(shape))
+        signs = 1.0 - 2 * (torch.arange(expansion) % 2)  # β alternates, so that averages cancel at first
+        self.beta = nn.Parameter(signs + 0.02 * torch.randn(shape))
+        self.eta = nn.Parameter(torch.randn(shape))
+        self.omega = nn.Parameter(torch.randn(width))
+
+    def forward(self, x_TD: Tensor, batch: Batch) -> Tensor:
+        """Maps `[T, width]` to the same. What is past a length influences no token."""
+        with torch.autocast(x_TD.device.type, enabled=False):
+            precise = torch.promote_types(x_TD.dtype, self.omega.dtype)
+            x_BND = batch.pad(x_TD).to(precise).masked_fill(~batch.mask()[..., None], 0)
+            y_BND = convolve(x_BND, self.taps(batch.max_length).to(precise)) + self.omega * x_BND
+            return batch.unpad(F.silu(y_BND)).to(x_TD.dtype)
+
+    def taps(self, n: int) -> Tensor:
+        """Returns the filter of each feature for sequences of n tokens, as `convolve` reads it.
+
+        η · α β (1 - α δ)^t is the tap at distance t (equation 6 of the paper's appendix), with η divided by the root of
+        the expansion, as in the authors' code. With t = iM + j the power is a product of two, so a matrix product sums
+        over the expansion, and there is no tensor of all dimensions at every distance.
+        """
+        alpha_XDE = self.alpha.sigmoid()  # X: directions, E: expansion
+        log_XDE = torch.log1p(-alpha_XDE * self.delta.sigmoid())
+        weight_XDE = self.eta * alpha_XDE * self.beta * self.eta.shape[-1] ** -0.5
+        fine = torch.arange(LANES, device=log_XDE.device)
+        coarse = LANES * torch.arange((n + LANES - 1) // LANES, device=log_XDE.device)
+        left_XDIE = weight_XDE[:, :, None] * (log_XDE[:, :, None] * coarse[:, None]).exp()
+        taps_XDN = (left_XDIE @ (log_XDE[..., None] * fine).exp()).flatten(-2)[..., :n]
+        if len(taps_XDN) == 1:
+            return taps_XDN[0]
+        before_DN, after_DN = taps_XDN.unbind()
+        own_D1 = before_DN[:, :1] + after_DN[:, :1]
+        return torch.cat((after_DN[:, 1:].flip(-1), own_D1, before_DN[:, 1:]), -1)
+
+
+@ATTENTIONS.register(
+    "mega",
+    mixes=True,
+    exact=False,
+    cost="that of attn.inner + N log N",
+    causal=True,
+    reads_residual=True,
+    paper="Ma et al. 2022, arXiv 2209.10655",
+)
+class Mega(Mixer):
+    """Mega mixer: a moving average, then attention of one head between gates.
+
+    X' is the moving average of the block's rows X, with `expansion` dimensions for each feature. Queries and keys are
+    Z = SiLU(X' W_z), scaled and shifted apart. Values are SiLU(X W_v). A reset gate SiLU(X' W_γ) multiplies what
+    attention returns, O, and the candidate is H = SiLU(X' W_h + (γ ⊙ O) U). An update gate φ = sigmoid(X' W_φ) blends
+    it with the residual R: the block goes on with φ ⊙ H + (1 - φ) ⊙ R (section 3.3).
+
+    `inner` is the attention inside, any one of lra whose options may follow its name: `attn.inner=butterfly`, or
+    `attn.inner="local pattern=blocks window=128"`, which is Mega-chunk (section 3.4). Kernels take values as wide as
+    keys, so values are cut into heads of `key_dim` features that share queries and keys. The last head is filled up
+    with zeros. The kernels for Hopper GPUs take 32, 64 and 128.
+
+    What differs from the paper: positions are rotary in place of a learned bias; there is no Laplace attention, which
+    the authors use for images; the average is not cut off after 1,024 tokens; nothing is dropped within the mixer, as
+    the block drops what is added. Average and FFT are in fp32. Heads of the model mean nothing to it.
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        inner: str = "flash"  # attention inside, with its options after its name: "local window=128"
+        expansion: int = 16  # dimensions of the moving average for each feature, h in the paper
+        key_dim: int = 64  # features of queries and keys, z in the paper
+        value_dim: int | None = None  # features of values, v in the paper; null: twice model.d_model
+        rotary: bool = True  # rotary positions of queries and keys
+
+        def __post_init__(self) -> None:
+            check_option_counts(self, 1, "expansion", "key_dim", "value_dim")
+            if self.rotary and self.key_dim % 2:
+                raise UsageError(f"attn.key_dim={self.key_dim} must be even, or attn.rotary=false")
+            _parse_inner(self.inner)
+
+    def __init__(self, config: Any, spec: AttentionSpec):
+        super().__init__(config, spec)
+        d, keys, values = spec.d_model, config.key_dim, config.value_dim or 2 * spec.d_model
+        self.sizes = d, values, keys, d  # of the update gate, the reset gate, Z and the candidate
+        self.average = MovingAverage(d, config.expansion, spec.causal)
+        self.value, self.gates, self.output = nn.Linear(d, values), nn.Linear(d, sum(self.sizes)), nn.Linear(values, d)
+        for layer in (self.value, self.gates, self.output):
+            nn.init.normal_(layer.weight, std=WEIGHT_STD)
+            nn.init.zeros_(layer.bias)
+        self.scale = nn.Parameter(WEIGHT_STD * torch.randn(2, keys))  # of queries and of keys
+        self.shift = nn.Parameter(torch.zeros(2, keys))
+        inner, options = _parse_inner(config.inner)
+        heads = (values + keys - 1) // keys
+        try:
+            self.inner = inner(options, AttentionSpec(heads, keys, spec.max_length, 0.0, spec.layer, spec.causal))
+        except UsageError as error:
+            raise UsageError(f"attn.inner, with attn.key_dim={keys}: {error}") from None
+
+    def resolve(self, device: torch.device, precision: str) -> str:
+        spec, inner = self.inner.spec, self.inner.resolve(device, precision)
+        heads = f"{spec.heads} head{'s' if spec.heads > 1 else ''} of {spec.head_dim}"
+        direction = "causal" if spec.causal else "bidirectional"
+        return f"{super().resolve(device, precision)} around {inner}, {heads}, {direction}"
+
+    def mix(self, x: Tensor, residual: Tensor, batch: Batch) -> Tensor:
+        update_TD, reset_TV, z_TK, candidate_TD = self.gates(self.average(x, batch)).split(self.sizes, -1)
+        q_T1K, k_T1K = (F.silu(z_TK)[:, None] * self.scale + self.shift).chunk(2, 1)
+        if self.config.rotary:
+            angles = position_angles(batch.token_positions()[:, None], self.config.key_dim)
+            q_T1K, k_T1K = rotate(q_T1K, angles.cos(), angles.sin()), rotate(k_T1K, angles.cos(), angles.sin())
+        v_TV = F.silu(self.value(x))
+        heads, keys = self.inner.spec.heads, self.config.key_dim
+        v_THK = F.pad(v_TV, (0, heads * keys - v_TV.shape[1])).unflatten(1, (heads, keys))
+        # copies of queries and keys, as Hopper's kernels read heads side by side
+        q_THK, k_THK = (rows.to(v_THK.dtype).repeat(1, heads, 1) for rows in (q_T1K, k_T1K))
+        o_TV = self.inner.attend(q_THK, k_THK, v_THK, batch).flatten(1)[:, : v_TV.shape[1]]
+        candidate_TD = F.silu(candidate_TD + self.output(o_TV * F.silu(reset_TV)))
+        return update_TD.sigmoid() * (candidate_TD - residual)
+
+
+def _parse_inner(inner: str) -> tuple[type[Attention], Any]:
+    """Returns the class of the attention inside, and its options. UsageError for a name or option that can't be."""
+    name, *options = inner.split() or [""]
+    label = f"attn.inner={name}: "
+    try:
+        cls = ATTENTIONS.get(name)
+    except UsageError as error:
+        raise UsageError(f"{label}{error}") from None
+    facts = cls.facts
+    if facts.mixes or facts.shared_qk or facts.rotates:
+        why = "is a mixer" if facts.mixes else "makes keys of queries" if facts.shared_qk else "turns features itself"
+        raise UsageError(f"{label}it {why}, and takes no queries, keys and values as they are: use another, as flash")
+    return cls, parse_options(cls.Config, options, label)
