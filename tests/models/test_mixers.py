@@ -212,6 +212,23 @@ def test_fp32_stays_near_the_recurrence_on_long_sequences(name):
     torch.testing.assert_close(mixer.float().mix_ragged(x.float(), batch).double(), expected, atol=1e-4, rtol=1e-3)
 
 
+@directions
+def test_the_average_by_kernels_is_that_by_fft(causal):
+    """Compiled on a GPU, else interpreted on the CPU."""
+    pytest.importorskip("triton")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    batch = make_batch((5, 0, 9), False, device)
+    x, found = rows_of(batch).float().to(device).requires_grad_(), []
+    for impl in ("triton", "fft"):
+        mixer: Any = build("mega", causal, impl=impl, expansion=2).float().to(device)
+        assert mixer.resolve(device, "fp32").startswith(f"mega by {impl} around standard")
+        y = mixer.average(x, batch)
+        weights = torch.linspace(-1, 1, y.numel(), device=device).view_as(y)
+        found.append((y, *torch.autograd.grad((y * weights).sum(), [x, *mixer.average.parameters()])))
+    for by_kernels, by_fft in zip(*found, strict=True):
+        torch.testing.assert_close(by_kernels, by_fft, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("inner", ["flash", "butterfly block=64 factors=1", "local window=64 pattern=blocks"])
 @pytest.mark.parametrize("causal", [False, True])
@@ -256,7 +273,7 @@ def test_an_attention_with_its_options_works_inside_mega(rotary):
     expected = torch.cat([mega_by_steps(mixer, x[own], chunk=16) for own in each(batch)])
     torch.testing.assert_close(mixer.float().mix_ragged(x.float(), batch).double(), expected, atol=1e-4, rtol=1e-3)
     described = mixer.resolve(CPU, "fp32")
-    assert described.startswith("mega around local by gather, blocks, window 16") and "3 heads of 8" in described
+    assert described.startswith("mega by fft around local by gather, blocks, window 16") and "3 heads of 8" in described
 
 
 def test_gates_that_forget_at_once_are_finite_in_fp32():

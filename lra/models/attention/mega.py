@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from lra.batch import Batch
 from lra.config.options import parse_options
 from lra.errors import UsageError
 from lra.kernels.convolution import convolve
+from lra.kernels.impl import resolve_impl
+from lra.kernels.moving_average import moving_average
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention, AttentionSpec, Mixer, check_option_counts
 from lra.models.positions import position_angles, rotate
@@ -26,11 +28,13 @@ class MovingAverage(nn.Module):
 
     Feature j is spread over `expansion` dimensions, u = β_j x_j. Each keeps h_t = α u_t + (1 - α δ) h_{t-1}, with α and
     δ in (0, 1), and the output is y_j = η_j · h_j + ω_j x_j. A bidirectional one adds the average of the reversed
-    sequence, with other parameters. Both count the token itself. All is a convolution, computed by FFT in fp32.
+    sequence, with other parameters. Both count the token itself. All is in fp32: by Triton kernels, which go from token
+    to token, or as a convolution, by FFT.
     """
 
-    def __init__(self, width: int, expansion: int, causal: bool):
+    def __init__(self, width: int, expansion: int, causal: bool, impl: str):
         super().__init__()
+        self.impl = impl
         shape = (1 if causal else 2, width, expansion)
         self.alpha = nn.Parameter(0.2 * torch.randn(shape))  # before the sigmoid, as δ
         self.delta = nn.Parameter(0.2 * torch.randn(shape))
@@ -39,24 +43,44 @@ class MovingAverage(nn.Module):
         self.eta = nn.Parameter(torch.randn(shape))
         self.omega = nn.Parameter(torch.randn(width))
 
+    def choose_impl(self, device: torch.device) -> str:
+        """Returns triton or fft. UsageError if it can't run on the device."""
+        try:
+            return resolve_impl(self.impl, device, fallback="fft", section="attn.")
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
     def forward(self, x_TD: Tensor, batch: Batch) -> Tensor:
         """Maps `[T, width]` to the same. What is past a length influences no token."""
         with torch.autocast(x_TD.device.type, enabled=False):
+            if self.choose_impl(x_TD.device) == "triton":
+                log_XED, weight_XED = (y_XDE.transpose(1, 2) for y_XDE in self.coefficients())
+                y_TD = moving_average(
+                    x_TD, batch.start, batch.length, log_XED.exp(), weight_XED, max_length=batch.max_length,
+                    padded=batch.padded,
+                )  # fmt: skip
+                return F.silu(y_TD + self.omega * x_TD).to(x_TD.dtype)
             precise = torch.promote_types(x_TD.dtype, self.omega.dtype)
             x_BND = batch.pad(x_TD).to(precise).masked_fill(~batch.mask()[..., None], 0)
             y_BND = convolve(x_BND, self.taps(batch.max_length).to(precise)) + self.omega * x_BND
             return batch.unpad(F.silu(y_BND)).to(x_TD.dtype)
 
+    def coefficients(self) -> tuple[Tensor, Tensor]:
+        """Returns log(1 - α δ) and η · α β, `[directions, width, expansion]` each.
+
+        η is divided by the root of the expansion, as in the authors' code.
+        """
+        alpha_XDE = self.alpha.sigmoid()
+        weight_XDE = self.eta * alpha_XDE * self.beta * self.eta.shape[-1] ** -0.5
+        return torch.log1p(-alpha_XDE * self.delta.sigmoid()), weight_XDE
+
     def taps(self, n: int) -> Tensor:
         """Returns the filter of each feature for sequences of n tokens, as `convolve` reads it.
 
-        η · α β (1 - α δ)^t is the tap at distance t (equation 6 of the paper's appendix), with η divided by the root of
-        the expansion, as in the authors' code. With t = iM + j the power is a product of two, so a matrix product sums
-        over the expansion, and there is no tensor of all dimensions at every distance.
+        The sum of η · α β (1 - α δ)^t is the tap at distance t (section 3.2). With t = iM + j the power is a product of
+        two, so a matrix product sums over the expansion, and there is no tensor of all dimensions at every distance.
         """
-        alpha_XDE = self.alpha.sigmoid()  # X: directions, E: expansion
-        log_XDE = torch.log1p(-alpha_XDE * self.delta.sigmoid())
-        weight_XDE = self.eta * alpha_XDE * self.beta * self.eta.shape[-1] ** -0.5
+        log_XDE, weight_XDE = self.coefficients()  # X: directions, E: expansion
         fine = torch.arange(LANES, device=log_XDE.device)
         coarse = LANES * torch.arange((n + LANES - 1) // LANES, device=log_XDE.device)
         left_XDIE = weight_XDE[:, :, None] * (log_XDE[:, :, None] * coarse[:, None]).exp()
@@ -72,7 +96,7 @@ class MovingAverage(nn.Module):
     "mega",
     mixes=True,
     exact=False,
-    cost="that of attn.inner + N log N",
+    cost="that of attn.inner",
     causal=True,
     reads_residual=True,
     paper="Ma et al. 2022, arXiv 2209.10655",
@@ -92,7 +116,7 @@ class Mega(Mixer):
 
     What differs from the paper: positions are rotary in place of a learned bias; there is no Laplace attention, which
     the authors use for images; the average is not cut off after 1,024 tokens; nothing is dropped within the mixer, as
-    the block drops what is added. Average and FFT are in fp32. Heads of the model mean nothing to it.
+    the block drops what is added. The average is in fp32. Heads of the model mean nothing to it.
     """
 
     @dataclass(frozen=True)
@@ -101,6 +125,7 @@ class Mega(Mixer):
         expansion: int = 16  # dimensions of the moving average for each feature, h in the paper
         key_dim: int = 64  # features of queries and keys, z in the paper
         value_dim: int | None = None  # features of values, v in the paper; null: twice model.d_model
+        impl: Literal["auto", "triton", "fft"] = "auto"  # of the average; auto: triton on a GPU, fft elsewhere
         rotary: bool = True  # rotary positions of queries and keys
 
         def __post_init__(self) -> None:
@@ -113,7 +138,7 @@ class Mega(Mixer):
         super().__init__(config, spec)
         d, keys, values = spec.d_model, config.key_dim, config.value_dim or 2 * spec.d_model
         self.sizes = d, values, keys, d  # of the update gate, the reset gate, Z and the candidate
-        self.average = MovingAverage(d, config.expansion, spec.causal)
+        self.average = MovingAverage(d, config.expansion, spec.causal, config.impl)
         self.value, self.gates, self.output = nn.Linear(d, values), nn.Linear(d, sum(self.sizes)), nn.Linear(values, d)
         for layer in (self.value, self.gates, self.output):
             nn.init.normal_(layer.weight, std=WEIGHT_STD)
@@ -130,8 +155,8 @@ class Mega(Mixer):
     def resolve(self, device: torch.device, precision: str) -> str:
         spec, inner = self.inner.spec, self.inner.resolve(device, precision)
         heads = f"{spec.heads} head{'s' if spec.heads > 1 else ''} of {spec.head_dim}"
-        direction = "causal" if spec.causal else "bidirectional"
-        return f"{super().resolve(device, precision)} around {inner}, {heads}, {direction}"
+        name = f"{super().resolve(device, precision)} by {self.average.choose_impl(device)}"
+        return f"{name} around {inner}, {heads}, {'causal' if spec.causal else 'bidirectional'}"
 
     def mix(self, x: Tensor, residual: Tensor, batch: Batch) -> Tensor:
         update_TD, reset_TV, z_TK, candidate_TD = self.gates(self.average(x, batch)).split(self.sizes, -1)
