@@ -10,6 +10,7 @@ from torch import Tensor, library
 
 from lra.kernels.moving_average import moving_average
 from lra.kernels.testing import measure_error, poisoned_empty
+from tests.kernels.compiling import compiled
 from tests.sampling import sampled
 
 NAMES = ("y", "dx", "dq", "dweight")
@@ -26,7 +27,7 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case((17, 2), dims=16, width=3),
+    Case((9, 2), dims=8, width=3),
     Case((40,), directions=1, dims=3),
     Case((40, 33), width=35, dims=2, slow=True),
     Case((11, 0, 5), directions=1, padded=True, dtype=torch.bfloat16),
@@ -114,8 +115,37 @@ def test_nothing_to_average(device):
     assert y.shape == dx.shape == (0, 4) and not dq.any()
 
 
+@pytest.mark.slow
 def test_operators_are_as_their_fakes_say(device):
     x, dy, *rest = inputs_of(Case((3, 2), dims=1), device)
     given = (*rest, 3, False)
     library.opcheck(torch.ops.lra.moving_average.default, (x, *given), test_utils="test_faketensor")
     library.opcheck(torch.ops.lra.moving_average_backward.default, (dy, x, *given), test_utils="test_faketensor")
+
+
+COMPILED = [dict(arch=arch, dtype=dtype, n=n) for arch, dtype, n in (
+    (90, "float32", 4096), (90, "bfloat16", 100), (80, "float32", 4096), (120, "float32", 100)
+)]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_kernels_compile():
+    """A thread keeps all of its feature in registers, and asks no other one."""
+    for case, kernels in compiled(COMPILED, "tests.kernels.test_moving_average"):
+        chunked = ["chunk_state_kernel"] if case["n"] > 128 else []
+        names = [*chunked, "average_kernel", *chunked, "coefficient_gradient_kernel"]
+        assert [kernel["name"] for kernel in kernels] == names
+        for kernel in kernels:
+            assert not kernel["stack"] and not kernel["shuffles"] and not kernel["atomics"], f"{case}: {kernel}"
+
+
+def launch_case(case: dict[str, Any]) -> None:
+    from lra.kernels.moving_average.average_kernels import launch_average, launch_coefficient_gradient
+    from tests.kernels.aot import choose
+
+    choose(case["arch"], hopper=False)
+    x = torch.zeros(2 * case["n"], 128, dtype=getattr(torch, case["dtype"]))
+    q, length = torch.zeros(2, 16, 128), torch.full((2,), case["n"], dtype=torch.int32)
+    start, y = torch.tensor([0, case["n"]], dtype=torch.int32), torch.zeros(x.shape)
+    launch_average(x, start, length, q, q, case["n"], 0, 1, y)
+    launch_coefficient_gradient(x, y, start, length, q, case["n"], 1)

@@ -212,7 +212,7 @@ def test_fp32_stays_near_the_recurrence_on_long_sequences(name):
     torch.testing.assert_close(mixer.float().mix_ragged(x.float(), batch).double(), expected, atol=1e-4, rtol=1e-3)
 
 
-@directions
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_average_by_kernels_is_that_by_fft(causal):
     """Compiled on a GPU, else interpreted on the CPU."""
     pytest.importorskip("triton")
