@@ -278,7 +278,7 @@ def launch_coefficient_gradient(
         with torch.cuda.device_of(x):
             states = _launch_states(x, start, length, q, grid, chunks, options, True)
             coefficient_gradient_kernel[grid](
-                x, dy, start, length, q, states, sums, chunks, q.shape[1], q.shape[2], **options
+                x, dy, start, length, q, states, sums, chunks, q.shape[1], q.shape[2], maxnreg=232, **options
             )
     return sums.sum(0)[: len(q)]
 
