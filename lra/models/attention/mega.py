@@ -166,10 +166,12 @@ class Mega(Mixer):
             q_T1K, k_T1K = rotate(q_T1K, angles.cos(), angles.sin()), rotate(k_T1K, angles.cos(), angles.sin())
         v_TV = F.silu(self.value(x))
         heads, keys = self.inner.spec.heads, self.config.key_dim
-        v_THK = F.pad(v_TV, (0, heads * keys - v_TV.shape[1])).unflatten(1, (heads, keys))
+        if empty := heads * keys - v_TV.shape[1]:
+            v_TV = F.pad(v_TV, (0, empty))
+        v_THK = v_TV.unflatten(1, (heads, keys))
         # copies of queries and keys, as Hopper's kernels read heads side by side
         q_THK, k_THK = (rows.to(v_THK.dtype).repeat(1, heads, 1) for rows in (q_T1K, k_T1K))
-        o_TV = self.inner.attend(q_THK, k_THK, v_THK, batch).flatten(1)[:, : v_TV.shape[1]]
+        o_TV = self.inner.attend(q_THK, k_THK, v_THK, batch).flatten(1)[:, : reset_TV.shape[1]]
         candidate_TD = F.silu(candidate_TD + self.output(o_TV * F.silu(reset_TV)))
         return update_TD.sigmoid() * (candidate_TD - residual)
 
