@@ -106,6 +106,12 @@ def test_sequences_of_many_chunks(case, device, monkeypatch):
     assert_within_budget(case, device)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [Case((1500, 700), width=40, dims=16, slow=True), Case((1500, 700), directions=1)])
+def test_long_sequences(case):
+    assert_within_budget(case, "cuda")
+
+
 def test_nothing_to_average(device):
     x = torch.zeros(0, 4, device=device, requires_grad=True)
     q = torch.rand(2, 3, 4, device=device, requires_grad=True)

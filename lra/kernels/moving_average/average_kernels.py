@@ -70,8 +70,13 @@ def first_state(
     """The state h before a chunk, and its derivative with respect to q, of the chunks on one side of it."""
     h_EC = tl.zeros_like(q_EC)
     p_EC = tl.zeros_like(q_EC)
-    whole_EC = tl.exp2(CHUNK * tl.log2(tl.maximum(q_EC, 1e-30)))  # q to the power of a chunk's tokens
-    slope_EC = CHUNK * whole_EC / tl.maximum(q_EC, 1e-30)
+    # q to the power of a chunk's tokens, which is a power of two; in fp32 an error of q would grow as many times
+    power_EC = q_EC.to(tl.float64)
+    for i in tl.static_range(24):
+        if (1 << i) < CHUNK:
+            power_EC = power_EC * power_EC
+    whole_EC = power_EC.to(tl.float32)
+    slope_EC = (CHUNK * power_EC / tl.maximum(q_EC, 1e-30)).to(tl.float32)
     mask_EC = (dims_E < dims)[:, None] & real_C[None, :]
     begun = tl.program_id(0) - chunk
     others = chunk if SIDE == 0 else tl.cdiv(length, CHUNK) - 1 - chunk
