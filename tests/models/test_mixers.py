@@ -154,7 +154,8 @@ def average_by_steps(average: Any, x: Tensor) -> Tensor:
 def mega_by_steps(mixer: Any, x: Tensor, residual: Tensor | None = None, chunk: int | None = None) -> Tensor:
     """Section 3.3 of the paper, with all scores of one head in a matrix."""
     n, residual = len(x), x if residual is None else residual
-    update, reset, z, candidate = mixer.gates(average_by_steps(mixer.average, x)).split(mixer.sizes, -1)
+    averaged = average_by_steps(mixer.average, x) if mixer.average is not None else x
+    update, reset, z, candidate = mixer.gates(averaged).split(mixer.sizes, -1)
     q, k = (F.silu(z) * mixer.scale[i] + mixer.shift[i] for i in (0, 1))
     if mixer.config.rotary:
         angle = torch.arange(n)[:, None] * 10000.0 ** (-torch.arange(z.shape[1] // 2) / (z.shape[1] // 2))
@@ -263,6 +264,14 @@ def test_mega_blends_with_the_residual_that_a_norm_comes_after():
     torch.testing.assert_close(block.eval()(x, batch, None), expected)
 
 
+def test_mega_without_an_average():
+    mixer, batch = build("mega", expansion=0), make_batch((5,), False, CPU)
+    strengthen(mixer)
+    x = rows_of(batch)
+    torch.testing.assert_close(mixer.mix_ragged(x, batch), mega_by_steps(mixer, x))
+    assert mixer.resolve(CPU, "fp32").startswith("mega without average around standard, 1 head of 64")
+
+
 @pytest.mark.parametrize("rotary", [False, True])
 def test_an_attention_with_its_options_works_inside_mega(rotary):
     """The one of Mega-chunk: blocks of 16 tokens that do not see each other."""
@@ -329,7 +338,8 @@ def test_initial_frequencies_of_s4d_are_those_of_the_paper():
     ("s4d", {"state": 3}, "attn.state=3 must be even"), ("s4d", {"dt_min": 0.2}, "attn.dt_min=0.2 and attn.dt_max=0.1"),
     ("s4d", {"frequency": 0.0}, "attn.frequency=0.0 must be finite"),
     ("gla", {"temperature": 0.0}, "attn.temperature=0.0 must be"),
-    ("gla", {"gate_rank": 0}, "attn.gate_rank=0 must be"), ("mega", {"expansion": 0}, "attn.expansion=0 must be"),
+    ("gla", {"gate_rank": 0}, "attn.gate_rank=0 must be"), ("mega", {"expansion": -1}, "attn.expansion=-1 must"),
+    ("mega", {"expansion": 0, "impl": "fft"}, "attn.impl=fft is of the average, and attn.expansion=0 leaves none"),
     ("mega", {"key_dim": 7}, "attn.key_dim=7 must be even, or attn.rotary=false"),
     ("mega", {"inner": "flash", "key_dim": 256}, "attn.inner, with attn.key_dim=256: attn=flash supports head dim"),
     ("mega", {"inner": ""}, "attn.inner=: .*unknown attention"), ("mega", {"inner": "flsh"}, "did you mean 'flash'"),

@@ -122,14 +122,18 @@ class Mega(Mixer):
     @dataclass(frozen=True)
     class Config:
         inner: str = "flash"  # attention inside, with its options after its name: "local window=128"
-        expansion: int = 16  # dimensions of the moving average for each feature, h in the paper
+        # dimensions of the moving average for each feature, h in the paper; 0: no average, for comparison
+        expansion: int = 16
         key_dim: int = 64  # features of queries and keys, z in the paper
         value_dim: int | None = None  # features of values, v in the paper; null: twice model.d_model
         impl: Literal["auto", "triton", "fft"] = "auto"  # of the average; auto: triton on a GPU, fft elsewhere
         rotary: bool = True  # rotary positions of queries and keys
 
         def __post_init__(self) -> None:
-            check_option_counts(self, 1, "expansion", "key_dim", "value_dim")
+            check_option_counts(self, 0, "expansion")
+            check_option_counts(self, 1, "key_dim", "value_dim")
+            if not self.expansion and self.impl != "auto":
+                raise UsageError(f"attn.impl={self.impl} is of the average, and attn.expansion=0 leaves none: drop one")
             if self.rotary and self.key_dim % 2:
                 raise UsageError(f"attn.key_dim={self.key_dim} must be even, or attn.rotary=false")
             _parse_inner(self.inner)
@@ -138,7 +142,9 @@ class Mega(Mixer):
         super().__init__(config, spec)
         d, keys, values = spec.d_model, config.key_dim, config.value_dim or 2 * spec.d_model
         self.sizes = d, values, keys, d  # of the update gate, the reset gate, Z and the candidate
-        self.average = MovingAverage(d, config.expansion, spec.causal, config.impl)
+        self.average: MovingAverage | None = None
+        if config.expansion:
+            self.average = MovingAverage(d, config.expansion, spec.causal, config.impl)
         self.value, self.gates, self.output = nn.Linear(d, values), nn.Linear(d, sum(self.sizes)), nn.Linear(values, d)
         for layer in (self.value, self.gates, self.output):
             nn.init.normal_(layer.weight, std=WEIGHT_STD)
@@ -155,11 +161,13 @@ class Mega(Mixer):
     def resolve(self, device: torch.device, precision: str) -> str:
         spec, inner = self.inner.spec, self.inner.resolve(device, precision)
         heads = f"{spec.heads} head{'s' if spec.heads > 1 else ''} of {spec.head_dim}"
-        name = f"{super().resolve(device, precision)} by {self.average.choose_impl(device)}"
-        return f"{name} around {inner}, {heads}, {'causal' if spec.causal else 'bidirectional'}"
+        average = f"by {self.average.choose_impl(device)}" if self.average is not None else "without average"
+        direction = "causal" if spec.causal else "bidirectional"
+        return f"{super().resolve(device, precision)} {average} around {inner}, {heads}, {direction}"
 
     def mix(self, x: Tensor, residual: Tensor, batch: Batch) -> Tensor:
-        update_TD, reset_TV, z_TK, candidate_TD = self.gates(self.average(x, batch)).split(self.sizes, -1)
+        averaged_TD = x if self.average is None else self.average(x, batch)
+        update_TD, reset_TV, z_TK, candidate_TD = self.gates(averaged_TD).split(self.sizes, -1)
         q_T1K, k_T1K = (F.silu(z_TK)[:, None] * self.scale + self.shift).chunk(2, 1)
         if self.config.rotary:
             angles = position_angles(batch.token_positions()[:, None], self.config.key_dim)
