@@ -62,7 +62,8 @@ versions: $(TOOLS)  ## some tests with the oldest versions that lra supports and
 
 aot: $(TOOLS) $(TRITONS)  ## compile every kernel for sm_80, 86, 89, 90, 100 and 120 with the oldest and the newest Triton, without a GPU
 	@set -e; for triton in $(or $(TRITONS),installed); do \
-	  echo "$${triton##*/}"; PYTHONPATH=$$triton $(PYTEST) tests/kernels/test_compiled.py tests/kernels/test_layers.py::test_kernels_compile $(PYTEST_ARGS); \
+	  echo "$${triton##*/}"; PYTHONPATH=$$triton $(PYTEST) tests/kernels/test_compiled.py tests/kernels/test_layers.py::test_kernels_compile \
+	    tests/kernels/test_moving_average.py::test_kernels_compile $(PYTEST_ARGS); \
 	done
 
 lint: $(TOOLS)  ## ruff and pyright

@@ -207,7 +207,8 @@ AFTER_THE_FIRST_LINE = (
     "datasets", "pyarrow", "huggingface_hub", "numba", "scipy", "pandas", "sklearn", "torchvision", "transformers",
     "tensorboard", "tensorboardX", "google.protobuf", "torch.utils.tensorboard", "torch._inductor.compile_fx",
     "lra.bench", "lra.experiments", "lra.kernels.flash.launch_attention", "lra.kernels.flash.forward",
-    "lra.kernels.layers.launch_layers", "lra.kernels.softmax.softmax_kernels",
+    "lra.kernels.layers.launch_layers", "lra.kernels.moving_average.average_kernels",
+    "lra.kernels.softmax.softmax_kernels",
 )  # fmt: skip
 
 

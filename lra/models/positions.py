@@ -41,12 +41,12 @@ def position_angles(coordinates_TA: Tensor, dim: int, base: float = 10000.0) -> 
 
 
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates each pair `(x[p], x[p + D/2])` by its angle, in fp32. Returns the dtype of the input.
+    """Rotates each pair `(x[p], x[p + D/2])` by its angle, in fp32 or float64. Returns the dtype of the input.
 
     Args:
         cos, sin: of the angles, `[T, D/2]` for all heads, or `[T, H, D/2]`.
     """
-    a, b = x_THD.float().chunk(2, -1)
+    a, b = x_THD.to(torch.promote_types(x_THD.dtype, cos.dtype)).chunk(2, -1)
     if cos.ndim == 2:
         cos, sin = cos[:, None], sin[:, None]
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x_THD.dtype)

@@ -104,7 +104,7 @@ class EncoderBlock(nn.Module):
     def attend(self, x_TD: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         """Returns the output of attention or of a mixer, and x: both `[T, d_model]`."""
         if self.qkv is None:
-            return self.attention.mix_ragged(self._before(self.attn_norm, x_TD, batch), batch), x_TD
+            return self.attention.mix_ragged(self._before(self.attn_norm, x_TD, batch), batch, x_TD), x_TD
         turned = None if self.attention.facts.rotates else rotary  # the model rotates, not the attention
         # the kernel has one table of angles for all heads, and rotates without a norm before it
         fused = self.fused and self.fusible and self.q_norm is None and (turned is None or turned[0].ndim == 2)

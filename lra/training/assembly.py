@@ -16,7 +16,6 @@ from lra.caches import watch_kernels
 from lra.compile_caches import use_compile_caches
 from lra.config.schema import RunConfig
 from lra.errors import UsageError
-from lra.models.attention.base import Mixer
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule
 from lra.tasks.batches import Collation, Rank
@@ -140,7 +139,8 @@ def make_loggers(run: RunConfig, folder: Path) -> list[Logger]:
 
 def resolve_attention(module: TaskModule, device: torch.device) -> str:
     """Describes what computes attention on the device. UsageError if nothing can."""
-    used = {part.resolve(device, module.run.trainer.precision) for part in module.modules() if isinstance(part, Mixer)}
+    mixers = (block.attention for block in module.model.encoder.blocks)
+    used = {mixer.resolve(device, module.run.trainer.precision) for mixer in mixers}
     return ", ".join(sorted(used))
 
 

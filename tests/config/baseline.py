@@ -69,8 +69,8 @@ SAME: dict[str, tuple[Any, ...]] = {
 OPTIONS: dict[str, Any] = {"block": "4", "random": 1, "globals": 1}  # instead of defaults;
 LARGEST, LONGEST = 8, 40  # of a number, and of a sequence
 OPTIONS_BESIDE = {"deterministic": {"impl": "triton", "block": "16", "window": 15, "stride": 16}}
-OPTION_VALUES = {"block": [["8"]], "summary": [[8]]}
-OPTION_SAME = {"impl": ("sdpa", "gather", "torch")}  # auto, where there is no GPU
+OPTION_VALUES = {"block": [["8"]], "summary": [[8]], "inner": [["local window=8"]]}
+OPTION_SAME = {"impl": ("sdpa", "gather", "torch", "fft")}  # auto, where there is no GPU
 ON_GPU = {"mode"}  # of torch.compile
 INTERPRETED = {"impl", "deterministic"}  # seconds: some values are Triton's kernels
 # of tasks

@@ -225,7 +225,7 @@ def attended(cls: Any, options: dict[str, Any], max_length: int = LONGEST) -> An
             shape = (3, batch.tokens.numel(), 2, 16)
             q, k, v = (x.requires_grad_() for x in torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
             torch.manual_seed(seed)
-            out = attention.mix(q.flatten(1), batch) if cls.facts.mixes else attention(q, k, v, batch)
+            out = attention.mix_ragged(q.flatten(1), batch) if cls.facts.mixes else attention(q, k, v, batch)
             out.square().sum().backward()
             results |= {
                 f"{name}{seed}": x

@@ -35,6 +35,7 @@ INSTRUCTIONS = {
     "atomics": r"\b(?:red|atom)(?:\.[\w:]+)*\.add|cp\.reduce\.async\.bulk",
     "draws": r"m(?:ul|ad)\.lo\.s32[^;]*-1028477387",  # one of reference.ROW_FACTORS
     "waits": r"griddepcontrol\.wait",
+    "shuffles": r"shfl\.sync",
 }
 
 

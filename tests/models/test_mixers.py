@@ -1,4 +1,4 @@
-"""Mixers, beside what test_attention.py asks of each; s4d and gla are the recurrences that their papers state."""
+"""Mixers, beside what test_attention.py asks of each; each is the recurrence that its paper states."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ directions = pytest.mark.parametrize("causal", [False, True])
 def build(name: str, causal: bool = False, max_length: int = 70, **options: Any) -> Mixer:
     torch.manual_seed(0)
     cls = ATTENTIONS.get(name)
+    if name == "mega":
+        options = {"inner": "standard"} | options  # flash takes no float64
     return cls(cls.Config(**options), AttentionSpec(2, 8, max_length, causal=causal)).double().eval()
 
 
@@ -195,8 +197,22 @@ def test_s4d_has_its_own_rate_for_a_and_the_step_size():
     torch.testing.assert_close(mixer.frequency[3], math.pi * torch.arange(32).double(), rtol=1e-6, atol=0)
 
 
+def test_initial_frequencies_of_s4d_are_those_of_the_paper():
+    inv: Any = build("s4d", state=4, init="inv")
+    torch.testing.assert_close(inv.frequency[5], torch.tensor([12 / math.pi, 4 / (3 * math.pi)]).double())
+    n = torch.arange(8.0, dtype=torch.float64)
+    hippo = -torch.outer(2 * n + 1, 2 * n + 1).sqrt().tril(-1) - torch.diag(n + 1)  # HiPPO-LegS
+    normal = hippo + torch.outer(n + 0.5, n + 0.5).sqrt()
+    found = torch.linalg.eigvals(normal)
+    torch.testing.assert_close(found.real, torch.full_like(n, -0.5))
+    legs: Any = build("s4d", state=8, init="legs", frequency=3.0)
+    wanted = 3 * found.imag.sort(descending=True).values[:4]
+    torch.testing.assert_close(legs.frequency, wanted.repeat(16, 1), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize(("name", "options", "message"), [
     ("s4d", {"state": 3}, "attn.state=3 must be even"), ("s4d", {"dt_min": 0.2}, "attn.dt_min=0.2 and attn.dt_max=0.1"),
+    ("s4d", {"frequency": 0.0}, "attn.frequency=0.0 must be finite"),
     ("gla", {"temperature": 0.0}, "attn.temperature=0.0 must be"),
     ("gla", {"gate_rank": 0}, "attn.gate_rank=0 must be"),
 ])  # fmt: skip

@@ -6,7 +6,7 @@ heads share or not, and turns its own features with `lra.models.positions.rotate
 model makes no keys. One that is not `ragged` is handed the padded form.
 
 A mixer is the general case: a module `mix(x, batch)` with projections of its own, for which the block makes none. It
-registers here, too, with `mixes=True`, and `attn=` chooses it. `s4d` and `gla` are such layers.
+registers here, too, with `mixes=True`, and `attn=` chooses it. `s4d`, `gla` and `mega` are such layers.
 
 Patterns of blocks (`local`, `longformer`, `bigbird`, `openai_sparse`, `butterfly`) are layouts on the block-sparse
 kernels (`block_sparse.py`). A layout is built once for the longest sequence and is no buffer, so checkpoints fit any
@@ -33,6 +33,7 @@ class Capabilities:
     rotates: bool = False  # takes the angles of rotary positions and turns its features, not the queries and keys
     shared_qk: bool = False  # its keys are its queries, of one projection; it reads q alone
     mixes: bool = False  # is a mixer, with projections of its own: no queries, keys, probabilities or head dimensions
+    reads_residual: bool = False  # a mixer that also takes the rows to which its result is added
     head_dims: tuple[int, ...] = (1, 1024)  # smallest and largest; a mixer has none
     head_dim_multiple: int = 1
     dtypes: tuple[str, ...] = ("fp32", "bf16")
@@ -45,6 +46,8 @@ class Capabilities:
             raise ValueError(
                 "mixes=True has no queries and keys: leave out exact=True, rotates=True and shared_qk=True"
             )
+        if self.reads_residual and not self.mixes:
+            raise ValueError("reads_residual=True is for mixers: add mixes=True")
         if self.mixes:
             for fact, value in (("dropout", False), ("head_dims", ())):
                 object.__setattr__(self, fact, value)

@@ -47,8 +47,9 @@ class Mixer(nn.Module):
     """Base class of what mixes the tokens of each sequence.
 
     A subclass defines `mix(x, batch)`, which maps the block's normalised rows `[T, d_model]` to the rows that are added
-    to the residual. It has its own projections, and may use `spec.heads`. It registers with `mixes=True`. An
-    `Attention` is a mixer whose projections the block makes.
+    to the residual. It has its own projections, and may use `spec.heads`. It registers with `mixes=True`, and with
+    `reads_residual=True` if it defines `mix(x, residual, batch)`. An `Attention` is a mixer whose projections the block
+    makes.
 
     `resolve` describes for the user what will compute. `recipe_section` has fields of `lra fit`, by task or under
     `all`, for recipes that say nothing of this mixer, such as
@@ -92,9 +93,15 @@ class Mixer(nn.Module):
         """Maps `[T, d_model]` to the same. What is past a length may be anything, and must influence no real row."""
         raise NotImplementedError
 
-    def mix_ragged(self, x: Tensor, batch: Batch) -> Tensor:
-        """Calls `mix`, with padded rows if the mixer reads no packed ones."""
-        return self._mixed(self.mix, (x,), batch)
+    def mix_ragged(self, x: Tensor, batch: Batch, residual: Tensor | None = None) -> Tensor:
+        """Calls `mix`, with padded rows if the mixer reads no packed ones.
+
+        Args:
+            x, batch: the block's normalised rows, and where sequences lie in them.
+            residual: what `mix` is added to, for a mixer that reads it. None: x, as with `model.post_norm`.
+        """
+        rows = (x, x if residual is None else residual) if self.facts.reads_residual else (x,)
+        return self._mixed(self.mix, rows, batch)
 
     def _mixed(self, mix: Callable[..., Tensor], rows: tuple[Tensor, ...], batch: Batch) -> Tensor:
         """Returns `mix(*rows, batch)`, by way of the padded form if need be."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,13 @@ class S4D(Mixer):
     """S4D mixer: a diagonal state space model, computed as a convolution.
 
     Each feature u of a sequence drives `state // 2` complex states: x' = A x + u, in steps of its own size by the
-    zero-order hold, and y = 2 Re(C x) + D u. A starts as S4D-Lin, -1/2 + iπn, and C as complex normal numbers. The
-    model is bidirectional, with another C for the reversed sequence, unless `model.causal=true`. GELU and a gated
+    zero-order hold, and y = 2 Re(C x) + D u. C starts as complex normal numbers, and A as -1/2 + iω. Section 4 has
+    three series of frequencies ω for a state of N numbers: `lin` is πn, `inv` is N/π (N/(2n + 1) - 1), and `legs` are
+    the eigenvalues of the normal part of HiPPO-LegS, which `inv` approximates. The highest is near πN/2 in the first,
+    and near N²/π in the others. `frequency` multiplies all (Yu et al. 2025, arXiv 2410.02035): above 1 the model is
+    more sensitive to what changes fast.
+
+    The model is bidirectional, with another C for the reversed sequence, unless `model.causal=true`. GELU and a gated
     linear layer follow, as in the blocks of S4. There is no other projection, and heads mean nothing to it.
 
     Recurrence and FFT are in fp32. A and the step size have their own learning rate, 1e-3, and no weight decay.
@@ -37,6 +42,8 @@ class S4D(Mixer):
     @dataclass(frozen=True)
     class Config:
         state: int = 64  # real numbers of a feature's state, N in the paper: an even number
+        init: Literal["lin", "inv", "legs"] = "lin"  # initial frequencies of the states
+        frequency: float = 1.0  # factor of the initial frequencies
         dt_min: float = 0.001  # smallest and largest initial step size; the distribution is uniform in their logarithm
         dt_max: float = 0.1  # largest initial step size
 
@@ -44,6 +51,8 @@ class S4D(Mixer):
             check_option_counts(self, 2, "state")
             if self.state % 2:
                 raise UsageError(f"attn.state={self.state} must be even, as states are pairs of complex conjugates")
+            if not 0 < self.frequency < math.inf:
+                raise UsageError(f"attn.frequency={self.frequency} must be finite and above 0")
             if not 0 < self.dt_min <= self.dt_max < math.inf:
                 raise UsageError(
                     f"attn.dt_min={self.dt_min} and attn.dt_max={self.dt_max} must be above 0, and in this order"
@@ -55,7 +64,8 @@ class S4D(Mixer):
         low, high = math.log(config.dt_min), math.log(config.dt_max)
         self.log_step = nn.Parameter(low + (high - low) * torch.rand(d))
         self.log_decay = nn.Parameter(torch.full((d, states), math.log(0.5)))  # of -Re A
-        self.frequency = nn.Parameter(math.pi * torch.arange(states).repeat(d, 1))  # Im A
+        frequency_S = config.frequency * initial_frequencies(config.init, config.state)
+        self.frequency = nn.Parameter(frequency_S.float().repeat(d, 1))  # Im A
         self.output = nn.Parameter(torch.randn(2, directions, d, states) * 0.5**0.5)  # C: real and imaginary part
         self.skip = nn.Parameter(torch.randn(d))  # D
         self.gated = nn.Linear(d, 2 * d)
@@ -103,6 +113,18 @@ class S4D(Mixer):
             return taps_XDN[0]
         before_DN, after_DN = taps_XDN.unbind()  # the reversed sequence begins one token later
         return torch.cat((after_DN[:, : n - 1].flip(-1), before_DN), -1)
+
+
+def initial_frequencies(init: str, state: int) -> Tensor:
+    """Returns the imaginary parts of A for a state of N numbers: float64 `[N / 2]`, all positive but `lin`'s first."""
+    n = torch.arange(state // 2, dtype=torch.float64)
+    if init == "lin":
+        return math.pi * n
+    if init == "inv":
+        return state / math.pi * (state / (2 * n + 1) - 1)
+    root_N = (torch.arange(state, dtype=torch.float64) + 0.5).sqrt()
+    lower_NN = torch.outer(root_N, root_N).tril(-1)  # the normal part is -1/2 I + (lower^T - lower)
+    return torch.linalg.eigvalsh(1j * (lower_NN - lower_NN.T))[state // 2 :].flip(0)
 
 
 def _powers(decay: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:

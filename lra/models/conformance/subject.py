@@ -75,18 +75,22 @@ class Subject:
         return Batch(tokens, start, length, max(*lengths, 1), label, index, seed=seed)
 
     def inputs(self, lengths: Sequence[int] = LENGTHS) -> list[Tensor]:
-        """Returns random rows of a packed batch: q, k and v, `[T, H, D]` each, or x of a mixer, `[T, d_model]`.
+        """Returns random rows of a packed batch: q, k and v, `[T, H, D]` each, or those of a mixer, `[T, d_model]`.
 
-        The result has the shape of the last one.
+        A mixer has x, and the residual if it reads it. The result has the shape of the last one.
         """
         generator = torch.Generator().manual_seed(0)
         total, width = sum(lengths), HEADS * self.head_dim
-        shape = (1, total, width) if self.facts.mixes else (3, total, HEADS, self.head_dim)
+        mixed = 1 + self.facts.reads_residual
+        shape = (mixed, total, width) if self.facts.mixes else (3, total, HEADS, self.head_dim)
         return list(torch.randn(shape, generator=generator).to(self.device, self.dtype))
 
     def call(self, module: Any, batch: Batch, *rows: Tensor) -> Tensor:
         """Returns the module's result for the rows of a batch."""
-        return (module.mix_ragged if module.facts.mixes else module.attend)(*rows, batch)
+        if module.facts.mixes:
+            x, *residual = rows
+            return module.mix_ragged(x, batch, *residual)
+        return module.attend(*rows, batch)
 
     def autocast_rows(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """Returns the rows as they come in a step with trainer.precision=bf16.

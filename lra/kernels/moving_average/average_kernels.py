@@ -1,0 +1,319 @@
+"""Sums of moving averages, and their derivatives, by the recurrence h = q h + x of each feature and dimension.
+
+A program owns 32 features of a chunk of one sequence, with one warp: a thread owns a feature and holds its dimensions
+in registers. It goes through the tokens in both directions. x is read and y is written once or twice, and no other
+tensor has a row for each token. A Fourier transform reads and writes several times as much. What a chunk does to the
+state after it is computed first, and a program begins by adding up the chunks before its own.
+
+Shape suffixes: E dimensions of a feature's average, C features of a program, R rows of a tile. A tile has as many rows
+as there are dimensions, rounded up to a power of two, so that both have one layout: a thread has all rows of a feature,
+and to pick one costs nothing. Sums are in fp32.
+"""
+
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FEATURES = 32  # of a program: one for each thread of its warp
+SHORTEST_CHUNK = 128
+PROGRAMS = 1024  # chunks are cut until there are as many, or until they are the shortest
+
+
+@triton.jit
+def locate_chunk(start_ptr, length_ptr, chunks, width, CHUNK: tl.constexpr, DIMS: tl.constexpr, C: tl.constexpr):
+    """(Chunk, its first and end token, the sequence's first row and length, features, which are real, dimensions)."""
+    which = tl.program_id(0)
+    b, chunk = which // chunks, which % chunks
+    start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
+    columns_C = tl.program_id(1) * C + tl.arange(0, C)
+    first = chunk * CHUNK
+    end = tl.minimum(first + CHUNK, length)
+    return chunk, first, end, start, length, columns_C, columns_C < width, tl.arange(0, DIMS)
+
+
+@triton.jit
+def load_coefficients(ptr, direction: tl.constexpr, dims_E, columns_C, real_C, dims, width):
+    """`[E, C]` of a tensor `[directions, dims, width]`, zeros past its dimensions and features."""
+    offset_EC = (direction * dims + dims_E[:, None]) * width + columns_C[None, :]
+    return tl.load(ptr + offset_EC, mask=(dims_E < dims)[:, None] & real_C[None, :], other=0.0)
+
+
+@triton.jit
+def load_rows(ptr, start, token, length, rows_R, columns_C, real_C, width):
+    """The tile of tokens from `token` on, fp32, with zeros past the length."""
+    tokens_R = token + rows_R
+    offset_R = (start + tokens_R).to(tl.int64) * width
+    real_RC = (tokens_R >= 0)[:, None] & (tokens_R < length)[:, None] & real_C[None, :]
+    return tl.load(ptr + offset_R[:, None] + columns_C[None, :], mask=real_RC, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def state_offset(which, side: tl.constexpr, kind: tl.constexpr, dims_E, columns_C, dims, width):
+    """Where a chunk's states lie in `[chunks of all sequences, 2 sides, 2 kinds, dims, width]`."""
+    return ((which * 4 + side * 2 + kind).to(tl.int64) * dims + dims_E[:, None]) * width + columns_C[None, :]
+
+
+@triton.jit
+def first_state(
+    states_ptr, q_EC, chunk, length, dims_E, columns_C, real_C, dims, width,
+    SIDE: tl.constexpr, SECOND: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The state h before a chunk, and its derivative with respect to q, of the chunks on one side of it."""
+    h_EC = tl.zeros_like(q_EC)
+    p_EC = tl.zeros_like(q_EC)
+    # q to the power of a chunk's tokens, which is a power of two; in fp32 an error of q would grow as many times
+    power_EC = q_EC.to(tl.float64)
+    for i in tl.static_range(24):
+        if (1 << i) < CHUNK:
+            power_EC = power_EC * power_EC
+    whole_EC = power_EC.to(tl.float32)
+    slope_EC = (CHUNK * power_EC / tl.maximum(q_EC, 1e-30)).to(tl.float32)
+    mask_EC = (dims_E < dims)[:, None] & real_C[None, :]
+    begun = tl.program_id(0) - chunk
+    others = chunk if SIDE == 0 else tl.cdiv(length, CHUNK) - 1 - chunk
+    for i in range(0, others):
+        other = begun + (i if SIDE == 0 else tl.cdiv(length, CHUNK) - 1 - i)
+        if SECOND:
+            offset_EC = state_offset(other, SIDE, 1, dims_E, columns_C, dims, width)
+            p_EC = p_EC * whole_EC + slope_EC * h_EC + tl.load(states_ptr + offset_EC, mask=mask_EC, other=0.0)
+        offset_EC = state_offset(other, SIDE, 0, dims_E, columns_C, dims, width)
+        h_EC = h_EC * whole_EC + tl.load(states_ptr + offset_EC, mask=mask_EC, other=0.0)
+    return h_EC, p_EC
+
+
+@triton.jit
+def pick_row(tile_RC, rows_R, r: tl.constexpr):
+    return tl.sum(tl.where((rows_R == r)[:, None], tile_RC, 0.0), 0)
+
+
+@triton.jit
+def tile_of(i, first, end, SIDE: tl.constexpr, R: tl.constexpr):
+    """The first token of the i-th tile of a chunk: in order, or from its end."""
+    return first + (i if SIDE == 0 else tl.cdiv(end - first, R) - 1 - i) * R
+
+
+@triton.jit
+def write_state(
+    x_ptr, q_ptr, states_ptr, first, end, start, length, columns_C, real_C, dims_E, dims, width,
+    SIDE: tl.constexpr, DIRECTION: tl.constexpr, SECOND: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """The state of one side that a chunk's tokens leave, and with SECOND its derivative with respect to q."""
+    q_EC = load_coefficients(q_ptr, DIRECTION, dims_E, columns_C, real_C, dims, width)
+    h_EC = tl.zeros([R, C], tl.float32)
+    p_EC = tl.zeros([R, C], tl.float32)
+    x_RC = load_rows(x_ptr, start, tile_of(0, first, end, SIDE, R), length, dims_E, columns_C, real_C, width)
+    for i in range(0, tl.cdiv(end - first, R)):
+        token = tile_of(i + 1, first, end, SIDE, R)
+        next_RC = load_rows(x_ptr, start, token, length, dims_E, columns_C, real_C, width)
+        for step in tl.static_range(R):
+            if SECOND:
+                p_EC = p_EC * q_EC + h_EC
+            h_EC = h_EC * q_EC + pick_row(x_RC, dims_E, step if SIDE == 0 else R - 1 - step)[None, :]
+        x_RC = next_RC
+    mask_EC = (dims_E < dims)[:, None] & real_C[None, :]
+    which = tl.program_id(0)
+    tl.store(states_ptr + state_offset(which, SIDE, 0, dims_E, columns_C, dims, width), h_EC, mask=mask_EC)
+    if SECOND:
+        tl.store(states_ptr + state_offset(which, SIDE, 1, dims_E, columns_C, dims, width), p_EC, mask=mask_EC)
+
+
+@triton.jit(do_not_specialize=["chunks", "width"])
+def chunk_state_kernel(
+    x_ptr, start_ptr, length_ptr, q_ptr, states_ptr, chunks, dims, width,
+    PAST: tl.constexpr, FUTURE: tl.constexpr, SECOND: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """The state that a chunk's tokens leave after them, and before them, if nothing else was there.
+
+    PAST and FUTURE are the directions of the coefficients for what comes from earlier and from later tokens; -1: none.
+    """
+    located = locate_chunk(start_ptr, length_ptr, chunks, width, CHUNK, R, C)
+    _, first, end, start, length, columns_C, real_C, dims_E = located
+    if PAST >= 0:
+        write_state(
+            x_ptr, q_ptr, states_ptr, first, end, start, length, columns_C, real_C, dims_E, dims, width,
+            0, PAST, SECOND, R, C,
+        )  # fmt: skip
+    if FUTURE >= 0:
+        write_state(
+            x_ptr, q_ptr, states_ptr, first, end, start, length, columns_C, real_C, dims_E, dims, width,
+            1, FUTURE, SECOND, R, C,
+        )  # fmt: skip
+
+
+@triton.jit
+def write_average(
+    x_ptr, q_ptr, weight_ptr, states_ptr, y_ptr, chunk, first, end, start, length, columns_C, real_C, dims_E,
+    dims, width,
+    SIDE: tl.constexpr, DIRECTION: tl.constexpr, ADD: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """The weighted sum of the states of one side, as y or, with ADD, added to it."""
+    q_EC = load_coefficients(q_ptr, DIRECTION, dims_E, columns_C, real_C, dims, width)
+    weight_EC = load_coefficients(weight_ptr, DIRECTION, dims_E, columns_C, real_C, dims, width)
+    h_EC, _ = first_state(states_ptr, q_EC, chunk, length, dims_E, columns_C, real_C, dims, width, SIDE, False, CHUNK)
+    x_RC = load_rows(x_ptr, start, tile_of(0, first, end, SIDE, R), length, dims_E, columns_C, real_C, width)
+    for i in range(0, tl.cdiv(end - first, R)):
+        here = tile_of(i, first, end, SIDE, R)
+        token = tile_of(i + 1, first, end, SIDE, R)
+        next_RC = load_rows(x_ptr, start, token, length, dims_E, columns_C, real_C, width)
+        if ADD:
+            y_RC = load_rows(y_ptr, start, here, length, dims_E, columns_C, real_C, width)
+        else:
+            y_RC = tl.zeros([R, C], tl.float32)
+        for step in tl.static_range(R):
+            h_EC = h_EC * q_EC + pick_row(x_RC, dims_E, step if SIDE == 0 else R - 1 - step)[None, :]
+            here_R = dims_E == (step if SIDE == 0 else R - 1 - step)
+            y_RC += tl.where(here_R[:, None], tl.sum(h_EC * weight_EC, 0)[None, :], 0.0)
+        tokens_R = here + dims_E
+        offset_R = (start + tokens_R).to(tl.int64) * width
+        mask_RC = (tokens_R < length)[:, None] & real_C[None, :]
+        tl.store(y_ptr + offset_R[:, None] + columns_C[None, :], y_RC, mask=mask_RC)
+        x_RC = next_RC
+
+
+@triton.jit(do_not_specialize=["chunks", "width"])
+def average_kernel(
+    x_ptr, start_ptr, length_ptr, q_ptr, weight_ptr, states_ptr, y_ptr, chunks, dims, width,
+    PAST: tl.constexpr, FUTURE: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """y of a chunk: the weighted sum of the states of both sides."""
+    located = locate_chunk(start_ptr, length_ptr, chunks, width, CHUNK, R, C)
+    chunk, first, end, start, length, columns_C, real_C, dims_E = located
+    if PAST >= 0:
+        write_average(
+            x_ptr, q_ptr, weight_ptr, states_ptr, y_ptr, chunk, first, end, start, length, columns_C, real_C, dims_E,
+            dims, width, 0, PAST, False, CHUNK, R, C,
+        )  # fmt: skip
+        tl.debug_barrier()  # y is read again
+    if FUTURE >= 0:
+        write_average(
+            x_ptr, q_ptr, weight_ptr, states_ptr, y_ptr, chunk, first, end, start, length, columns_C, real_C, dims_E,
+            dims, width, 1, FUTURE, PAST >= 0, CHUNK, R, C,
+        )  # fmt: skip
+
+
+@triton.jit
+def write_sums(
+    x_ptr, dy_ptr, q_ptr, states_ptr, sums_ptr, chunk, first, end, start, length, columns_C, real_C, dims_E,
+    dims, width,
+    SIDE: tl.constexpr, DIRECTION: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """The sums of dy h and of dy dh/dq of one side. dh/dq is a recurrence, too: p = q p + h, with h before x."""
+    q_EC = load_coefficients(q_ptr, DIRECTION, dims_E, columns_C, real_C, dims, width)
+    h_EC, p_EC = first_state(states_ptr, q_EC, chunk, length, dims_E, columns_C, real_C, dims, width, SIDE, True, CHUNK)
+    of_weight_EC = tl.zeros([R, C], tl.float32)
+    of_q_EC = tl.zeros([R, C], tl.float32)
+    token = tile_of(0, first, end, SIDE, R)
+    x_RC = load_rows(x_ptr, start, token, length, dims_E, columns_C, real_C, width)
+    dy_RC = load_rows(dy_ptr, start, token, length, dims_E, columns_C, real_C, width)
+    for i in range(0, tl.cdiv(end - first, R)):
+        token = tile_of(i + 1, first, end, SIDE, R)
+        next_x_RC = load_rows(x_ptr, start, token, length, dims_E, columns_C, real_C, width)
+        next_dy_RC = load_rows(dy_ptr, start, token, length, dims_E, columns_C, real_C, width)
+        for step in tl.static_range(R):
+            dy_1C = pick_row(dy_RC, dims_E, step if SIDE == 0 else R - 1 - step)[None, :]
+            p_EC = p_EC * q_EC + h_EC
+            h_EC = h_EC * q_EC + pick_row(x_RC, dims_E, step if SIDE == 0 else R - 1 - step)[None, :]
+            of_weight_EC += h_EC * dy_1C
+            of_q_EC += p_EC * dy_1C
+        x_RC = next_x_RC
+        dy_RC = next_dy_RC
+    mask_EC = (dims_E < dims)[:, None] & real_C[None, :]
+    which = tl.program_id(0)
+    tl.store(sums_ptr + state_offset(which, DIRECTION, 0, dims_E, columns_C, dims, width), of_weight_EC, mask=mask_EC)
+    tl.store(sums_ptr + state_offset(which, DIRECTION, 1, dims_E, columns_C, dims, width), of_q_EC, mask=mask_EC)
+
+
+@triton.jit(do_not_specialize=["chunks", "width"])
+def coefficient_gradient_kernel(
+    x_ptr, dy_ptr, start_ptr, length_ptr, q_ptr, states_ptr, sums_ptr, chunks, dims, width,
+    PAST: tl.constexpr, FUTURE: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """A chunk's sums of dy h, the gradient of the weights, and of dy dh/dq, that of q divided by the weights."""
+    located = locate_chunk(start_ptr, length_ptr, chunks, width, CHUNK, R, C)
+    chunk, first, end, start, length, columns_C, real_C, dims_E = located
+    if PAST >= 0:
+        write_sums(
+            x_ptr, dy_ptr, q_ptr, states_ptr, sums_ptr, chunk, first, end, start, length, columns_C, real_C, dims_E,
+            dims, width, 0, PAST, CHUNK, R, C,
+        )  # fmt: skip
+    if FUTURE >= 0:
+        write_sums(
+            x_ptr, dy_ptr, q_ptr, states_ptr, sums_ptr, chunk, first, end, start, length, columns_C, real_C, dims_E,
+            dims, width, 1, FUTURE, CHUNK, R, C,
+        )  # fmt: skip
+
+
+def launch_average(
+    x: Tensor, start: Tensor, length: Tensor, q: Tensor, weight: Tensor, max_length: int, past: int, future: int,
+    y: Tensor,
+) -> None:  # fmt: skip
+    """Writes the weighted sum of averages into y, for the rows of each sequence.
+
+    Args:
+        x: contiguous `[T, D]`. y has its shape.
+        q, weight: contiguous fp32 `[directions, E, D]`.
+        past, future: the direction of q and weight for what comes from earlier and from later tokens; -1: none.
+    """
+    grid, chunks, options = _geometry(x, start, q, max_length, past, future)
+    if not grid[0]:
+        return
+    with torch.cuda.device_of(x):
+        states = _launch_states(x, start, length, q, grid, chunks, options, False)
+        average_kernel[grid](x, start, length, q, weight, states, y, chunks, q.shape[1], q.shape[2], **options)
+
+
+def launch_coefficient_gradient(
+    x: Tensor, dy: Tensor, start: Tensor, length: Tensor, q: Tensor, max_length: int, future: int
+) -> Tensor:
+    """Returns the sums of dy h and of dy dh/dq for each direction, fp32 `[directions, 2, E, D]`."""
+    grid, chunks, options = _geometry(x, start, q, max_length, 0, future)
+    sums = x.new_zeros(grid[0], 2, 2, *q.shape[1:], dtype=torch.float32)
+    if grid[0]:
+        with torch.cuda.device_of(x):
+            states = _launch_states(x, start, length, q, grid, chunks, options, True)
+            coefficient_gradient_kernel[grid](
+                x, dy, start, length, q, states, sums, chunks, q.shape[1], q.shape[2], maxnreg=232, **options
+            )
+    return sums.sum(0)[: len(q)]
+
+
+def choose_chunk(sequences: int, max_length: int, blocks: int) -> int:
+    """Returns the tokens of a chunk: a power of two."""
+    chunk = max(SHORTEST_CHUNK, 1 << max(max_length - 1, 0).bit_length())
+    while chunk > SHORTEST_CHUNK and sequences * math.ceil(max_length / chunk) * blocks < PROGRAMS:
+        chunk //= 2
+    return chunk
+
+
+def _geometry(
+    x: Tensor, start: Tensor, q: Tensor, max_length: int, past: int, future: int
+) -> tuple[tuple[int, int], int, dict[str, Any]]:
+    """The grid, the chunks of a sequence, and constants of the kernels."""
+    blocks = math.ceil(x.shape[1] / FEATURES)
+    chunk = choose_chunk(len(start), max_length, blocks)
+    chunks = math.ceil(max_length / chunk) if len(x) else 0
+    options = dict(PAST=past, FUTURE=future, CHUNK=chunk, R=triton.next_power_of_2(q.shape[1]), C=FEATURES, num_warps=1)
+    return (len(start) * chunks, blocks), chunks, options
+
+
+def _launch_states(
+    x: Tensor, start: Tensor, length: Tensor, q: Tensor, grid: tuple[int, int], chunks: int, options: dict[str, Any],
+    second: bool,
+) -> Tensor:  # fmt: skip
+    """What each chunk does to the state; nothing is computed if a sequence is one chunk."""
+    if chunks == 1:
+        return q  # no program reads it
+    states = x.new_empty(grid[0], 2, 2, *q.shape[1:], dtype=torch.float32)
+    chunk_state_kernel[grid](x, start, length, q, states, chunks, q.shape[1], q.shape[2], SECOND=second, **options)
+    return states
