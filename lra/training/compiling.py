@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -39,17 +40,22 @@ def compile_batched(function: Callable[[Batch], Tensor], deterministic: bool) ->
 
 
 def record_compiled_kernels(timeline: Timeline) -> None:
-    """Records what Triton compiles in this process: a phase, and the seconds of each kernel as the fact `kernels`."""
+    """Records what Triton compiles in this process: the seconds of each kernel as the fact `kernels`, and as a phase
+    those of the main thread, which waited for them."""
     from triton import knobs
 
     seconds: Counter[str] = Counter()
+    waited = 0.0
 
     def listen(*, metadata: dict[str, Any], times: Any, cache_hit: bool, **_: Any) -> None:
+        nonlocal waited
         if not cache_hit:
             seconds[metadata["name"]] += times.total / 1e6
+            if threading.current_thread() is threading.main_thread():
+                waited += times.total / 1e6
 
     knobs.compilation.listener = listen
-    timeline.count("compiling kernels", seconds.total)
+    timeline.count("compiling kernels", lambda: waited)
     timeline.facts["kernels"] = lambda: {name: round(took, 3) for name, took in seconds.most_common()}
 
 

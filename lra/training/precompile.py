@@ -2,13 +2,14 @@
 
 Triton compiles a kernel when it is launched first, for the dtypes, alignments and constants of its arguments. So one
 layer of the model runs once without launching anything: its launches are only noted. Then threads compile what was
-noted, as most of that time is spent in LLVM and ptxas, outside of Python.
+noted, as most of that time is spent in LLVM and ptxas, outside of Python. Meanwhile torch.compile compiles the step.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -27,14 +28,15 @@ from lra.training.output import say
 Compilations = dict[Any, list[Callable[[], Any]]]  # by kernel
 
 
-def precompile_kernels(module: TaskModule, batch: Batch, bf16: bool, threads: int) -> None:
-    """Compiles the kernels of a training step and of an evaluation of a batch like this one.
+def precompile_kernels(module: TaskModule, batch: Batch, scored: Iterable[Batch], bf16: bool, threads: int) -> None:
+    """Starts to compile the kernels of a training step and of an evaluation. The next launch waits for them.
 
     Nothing else changes. What runs out of memory here is left to the step.
 
     Args:
         module: on a GPU.
-        batch: on the same device, with a seed.
+        batch: of the step, on the same device, with a seed.
+        scored: batches to evaluate. The first one stands for all.
         bf16: whether the step runs under autocast.
         threads: at most so many kernels are compiled at a time.
     """
@@ -49,12 +51,9 @@ def precompile_kernels(module: TaskModule, batch: Batch, bf16: bool, threads: in
         torch.autograd.grad(loss, trained_parameters(module), allow_unused=True)
         module.eval()
         with cast(), torch.no_grad():
-            module(batch)
-    with inner_phase("compiling kernels in parallel"):
-        errors = compile_noted(noted, threads, device)
-    if errors:
-        first = name_error(errors[0])
-        say(f"note: threads could not compile {len(errors)} of a step's kernels ({first}): their first launch does")
+            for each in itertools.islice(scored, 1):
+                module(each)
+    compile_noted(noted, threads, device)
 
 
 @contextmanager
@@ -74,12 +73,13 @@ def noted_launches() -> Iterator[Compilations]:
         JITFunction.run = launch  # type: ignore[method-assign]
 
 
-def compile_noted(noted: Compilations, threads: int, device: torch.device) -> list[Exception]:
-    """Compiles what was noted. A kernel's launches follow each other: they may be alike.
+def compile_noted(noted: Compilations, threads: int, device: torch.device) -> None:
+    """Starts threads that compile what was noted. The next launch of a kernel waits until all of it is compiled.
 
-    Returns an error for each kernel that can't be compiled here. Its launch meets what is wrong with the kernel again,
-    where it can be explained.
+    A kernel's launches follow each other in one thread: they may be alike. What can't be compiled here is left to its
+    own launch, which meets what is wrong with the kernel where it can be explained.
     """
+    from triton.runtime.jit import JITFunction
 
     def compile_one(compilations: list[Callable[[], Any]]) -> Exception | None:
         if device.type == "cuda":
@@ -92,9 +92,22 @@ def compile_noted(noted: Compilations, threads: int, device: torch.device) -> li
         return None
 
     if not noted:  # no kernel is Triton's
-        return []
-    with ThreadPoolExecutor(min(threads, len(noted))) as pool:
-        return [error for error in pool.map(compile_one, noted.values()) if error is not None]
+        return
+    pool = ThreadPoolExecutor(min(threads, len(noted)))
+    compiled = [pool.submit(compile_one, each) for each in noted.values()]
+    pool.shutdown(wait=False)
+    launch = JITFunction.run
+
+    def wait_and_launch(*args: Any, **options: Any) -> Any:
+        JITFunction.run = launch  # type: ignore[method-assign]
+        with inner_phase("waiting for kernels"):
+            errors = [error for each in compiled if (error := each.result()) is not None]
+        if errors:
+            first = name_error(errors[0])
+            say(f"note: threads could not compile {len(errors)} of a step's kernels ({first}): their first launch does")
+        return launch(*args, **options)
+
+    JITFunction.run = wait_and_launch  # type: ignore[method-assign]
 
 
 @contextmanager
