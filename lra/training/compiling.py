@@ -14,6 +14,9 @@ from lra.batch import Batch
 from lra.timeline import Timeline
 
 AUTOTUNING = "CachingAutotuner.benchmark_all_configs"  # what PyTorch calls it
+# The gradients of a norm are fused whatever the number of rows. By default PyTorch fuses them from 5 * 2^20 elements
+# on, and compiles again when a batch is the first on the other side: a batch of ListOps has about so many.
+ANY_ROWS = {"triton.mix_order_reduction_non_strict_mode": True}
 
 
 def compile_batched(function: Callable[[Batch], Tensor], deterministic: bool) -> Callable[[Batch], Tensor]:
@@ -28,7 +31,7 @@ def compile_batched(function: Callable[[Batch], Tensor], deterministic: bool) ->
     if deterministic:
         torch._dynamo.config.recompile_limit = 64  # so many shapes; further ones would not be compiled
         return torch.compile(function, dynamic=False, options={"deterministic": True})
-    compiled = torch.compile(function)
+    compiled = torch.compile(function, options=ANY_ROWS)
 
     def run(batch: Batch) -> Tensor:
         for rows in () if batch.padded else (batch.tokens, batch.positions):
