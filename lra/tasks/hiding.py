@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lra.batch import IGNORED_LABEL, Batch
 from lra.config.schema import RunConfig
-from lra.models.dropout import HIDING_SITE, REPLACING_SITE, SPAN_SITE, mix_bits, row_keys, sequence_keys
+from lra.models.dropout import HIDING_SITE, REPLACING_SITE, SPAN_SITE, mix_keys, row_keys, sequence_keys
 from lra.models.pixels import grey_values, nearest_ids
 from lra.models.transformer import Encoder
 
@@ -46,7 +46,7 @@ class Hiding:
         hidden_T = hidden_rows(batch, self.share, self.prefix, self.span)
         shown_T: Tensor | int = self.mask
         if self.random:
-            bits_T = mix_bits(row_keys(_seeded(batch)) + REPLACING_SITE)
+            bits_T = mix_keys(row_keys(_seeded(batch)) + REPLACING_SITE)
             token_T = (bits_T >> HASH_BITS & (1 << HASH_BITS) - 1) * self.vocabulary >> HASH_BITS
             shown_T = torch.where(_drawn(bits_T, self.random), token_T.to(batch.tokens.dtype), self.mask)
         return dataclasses.replace(batch, tokens=torch.where(hidden_T, shown_T, batch.tokens)), hidden_T
@@ -111,10 +111,10 @@ def hidden_rows(batch: Batch, share: float, prefix: int | None, span: int = 1) -
     seeded = _seeded(batch)
     if span > 1:
         assert seeded.seed is not None
-        begin_B = (mix_bits(sequence_keys(batch.index, seeded.seed) + SPAN_SITE) & (1 << 31) - 1) % span
+        begin_B = (mix_keys(sequence_keys(batch.index, seeded.seed) + SPAN_SITE) & (1 << 31) - 1) % span
         span_T = (batch.token_positions() + batch.per_row(begin_B)) // span
         seeded = dataclasses.replace(seeded, positions=span_T)  # all places of a span have one hash
-    return _drawn(mix_bits(row_keys(seeded) + HIDING_SITE), share) & findable_rows(batch, prefix)
+    return _drawn(mix_keys(row_keys(seeded) + HIDING_SITE), share) & findable_rows(batch, prefix)
 
 
 def _seeded(batch: Batch) -> Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from lra.batch import Batch
+from lra.kernels.layers.reference import mix_bits
+from lra.models.dropout import mix_keys
 from lra.timeline import Timeline
 
 AUTOTUNING = "CachingAutotuner.benchmark_all_configs"  # what PyTorch calls it
@@ -28,6 +31,7 @@ def compile_batched(function: Callable[[Batch], Tensor], deterministic: bool) ->
     Args:
         deterministic: compile for each shape instead, so that kernels depend on nothing else.
     """
+    lower_hashes()
     if deterministic:
         torch._dynamo.config.recompile_limit = 64  # so many shapes; further ones would not be compiled
         return torch.compile(function, dynamic=False, options={"deterministic": True})
@@ -40,6 +44,39 @@ def compile_batched(function: Callable[[Batch], Tensor], deterministic: bool) ->
         return compiled(batch)
 
     return run
+
+
+@functools.cache
+def lower_hashes() -> None:
+    """Tells torch.compile how to compute the operator `mix_keys`: as `mix_bits` does, in the kernel around it.
+
+    PyTorch has no public names for this. They are those of PyTorch 2.11 to 2.13.
+    """
+    from torch._inductor.lowering import make_pointwise, register_lowering
+    from torch._inductor.virtualized import ops
+
+    class Value:
+        """A number inside a kernel, with the operators that `mix_bits` uses."""
+
+        def __init__(self, value: Any):
+            self.value = value
+
+        def __xor__(self, other: Value) -> Value:
+            return Value(ops.bitwise_xor(self.value, other.value))
+
+        def __rshift__(self, by: int) -> Value:
+            return Value(ops.bitwise_right_shift(self.value, ops.constant(by, torch.int32)))
+
+        def __and__(self, mask: int) -> Value:
+            return Value(ops.bitwise_and(self.value, ops.constant(mask, torch.int32)))
+
+        def __mul__(self, factor: int) -> Value:
+            return Value(ops.mul(self.value, ops.constant(factor, torch.int32)))
+
+    def mix(x: Any) -> Any:
+        return mix_bits(Value(x)).value
+
+    register_lowering(mix_keys, type_promotion_kind=None)(make_pointwise(mix))
 
 
 def record_compiled_kernels(timeline: Timeline) -> None:
