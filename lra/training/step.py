@@ -206,8 +206,12 @@ class Step:
         self._scores = self._compile(module.forward)  # not captured: evaluation takes little of a run's time
 
     def evaluate(self, module: TaskModule, batch: Batch) -> Tensor:
-        """Applies the module to a batch of validation or test."""
-        return (self._scores or module.forward)(batch)
+        """Applies the module to a batch of validation or test.
+
+        It is not compiled if kernels compute all blocks: that takes seconds, and saves less.
+        """
+        eager = self._scores is None or module.model.encoder.is_fused()
+        return module.forward(batch) if eager else self._scores(batch)
 
     def _compile(self, function: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
         return compile_batched(function, getattr(self.run.attn, "deterministic", False))
