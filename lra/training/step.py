@@ -210,8 +210,9 @@ class Step:
 
         It is not compiled if kernels compute all blocks: that takes seconds, and saves less.
         """
-        eager = self._scores is None or module.model.encoder.is_fused()
-        return module.forward(batch) if eager else self._scores(batch)
+        if self._scores is None or module.model.encoder.is_fused():
+            return module.forward(batch)
+        return self._scores(batch)
 
     def _compile(self, function: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
         return compile_batched(function, getattr(self.run.attn, "deterministic", False))
