@@ -13,6 +13,7 @@ from torch import Tensor
 from lra.batch import Batch
 from lra.kernels.dropout import dropout_threshold
 from lra.kernels.layers.reference import drop_features, mix_bits
+from lra.kernels.library import define_operator
 
 # Sites below those of dropout, which begin at 0. All are here, because two that are equal would draw the same.
 HIDING_SITE, REPLACING_SITE, SPAN_SITE = -1, -2, -3  # lra/tasks/hiding.py
@@ -23,16 +24,21 @@ LEVEL_SITE = -(1 << 20)  # below those of branches
 BRANCH_SITE = -14  # the first of `drop_branch`; two for each layer, downwards
 
 
+# An operator, because torch.compile evaluates the argument of `x ^ (x >> 16)` twice: that of four hashes in a row, as
+# here, thousands of times. `lra.training.compiling` says how it compiles this one.
+mix_keys = define_operator("mix_keys", "(Tensor x) -> Tensor", mix_bits, torch.empty_like)
+
+
 def row_keys(batch: Batch) -> Tensor:
     """A hash of (seed, index of the sequence, position) for each row, int32 `[T]`."""
     assert batch.seed is not None, "a training batch carries its step's seed"
-    return mix_bits(batch.per_row(sequence_keys(batch.index, batch.seed)) ^ batch.token_positions().to(torch.int32))
+    return mix_keys(batch.per_row(sequence_keys(batch.index, batch.seed)) ^ batch.token_positions().to(torch.int32))
 
 
 def sequence_keys(index_B: Tensor, seed: Tensor) -> Tensor:
     """A hash of (seed, index of the sequence), int32 `[B]`."""
     low, high = ((seed >> shift).to(torch.int32) for shift in (0, 32))
-    return mix_bits(mix_bits(index_B ^ low) ^ high)
+    return mix_keys(mix_keys(index_B ^ low) ^ high)
 
 
 def drop(x_TD: Tensor, rate: float, keys_T: Tensor | None, site: int) -> Tensor:
@@ -60,7 +66,7 @@ def drop_branch(x_TD: Tensor, rate: float, keys_T: Tensor | None, site: int) -> 
     """
     if keys_T is None or not (dropped := dropout_threshold(rate)):
         return x_TD
-    kept_T = (mix_bits(keys_T + site) & 0xFF) >= dropped
+    kept_T = (mix_keys(keys_T + site) & 0xFF) >= dropped
     return torch.where(kept_T[:, None], x_TD * keep_scale(dropped), 0.0)
 
 

@@ -19,6 +19,7 @@ from lra.kernels.dropout import dropout_threshold
 from lra.kernels.layers.fused_layers import (
     feed_forward,
     pooled_feed_forward,
+    product_dtype,
     project,
     supports_feed_forward,
     supports_projection,
@@ -106,9 +107,7 @@ class EncoderBlock(nn.Module):
         if self.qkv is None:
             return self.attention.mix_ragged(self._before(self.attn_norm, x_TD, batch), batch, x_TD), x_TD
         turned = None if self.attention.facts.rotates else rotary  # the model rotates, not the attention
-        # the kernel has one table of angles for all heads, and rotates without a norm before it
-        fused = self.fused and self.fusible and self.q_norm is None and (turned is None or turned[0].ndim == 2)
-        if fused and supports_projection(x_TD, self.qkv, x_TD.shape[-1] // self.heads, turned):
+        if self._fuses_projection(x_TD, turned):
             x_TD, q_THD, k_THD, v_THD = project(x_TD, self.attn_norm, self.qkv, self.heads, turned)
         else:
             read_TD = self._before(self.attn_norm, x_TD, batch)
@@ -126,6 +125,19 @@ class EncoderBlock(nn.Module):
         else:
             o_THD = self.attention.attend(q_THD, k_THD, v_THD, batch)
         return o_THD.flatten(1), x_TD
+
+    def _fuses_projection(self, x_TD: Tensor, turned: tuple[Tensor, Tensor] | None) -> bool:
+        """Whether one kernel computes the part before attention. `turned`: what rotates queries and keys there."""
+        # the kernel has one table of angles for all heads, and rotates without a norm before it
+        fused = self.fused and self.fusible and self.q_norm is None and (turned is None or turned[0].ndim == 2)
+        return fused and supports_projection(x_TD, self.qkv, x_TD.shape[-1] // self.heads, turned)
+
+    def is_fused(self, x_TD: Tensor, rotary: tuple[Tensor, Tensor] | None) -> bool:
+        """Whether kernels compute the whole block: one before attention, those of attention, and one after it."""
+        if self.qkv is None or not self.attention.fallback or self.attention.choose_impl(x_TD.device) != "triton":
+            return False
+        turned = None if self.attention.facts.rotates else rotary
+        return self._fuses_projection(x_TD, turned) and self.fuses(x_TD.to(product_dtype(x_TD)), x_TD)
 
     def after_attention(
         self, o_TD: Tensor, x_TD: Tensor, keys_T: Tensor | None, branch_keys_T: Tensor | None, batch: Batch
@@ -253,6 +265,14 @@ class Encoder(nn.Module):
         """Returns a vector for each token, `[T, d_model]`, with arbitrary values past a length."""
         last: EncoderBlock = self.blocks[-1]  # type: ignore[assignment]
         return normalise(self.norm, last.after_attention(*self.run_blocks(batch), batch), batch)
+
+    def is_fused(self) -> bool:
+        """Whether kernels compute all blocks, so that torch.compile has little to fuse. Asked where rows would be."""
+        device, rotary = next(self.parameters()).device, None
+        x_TD = torch.empty(0, self.config.d_model, device=device)
+        if isinstance(self.positions, RotaryPositions):
+            rotary = self.positions(torch.zeros(0, self.config.axes, device=device))
+        return all(block.is_fused(x_TD, rotary) for block in self.blocks)  # type: ignore[operator]
 
     def run_blocks(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Returns the arguments of the last block's `after_attention`, but for the batch."""

@@ -38,7 +38,7 @@ from lra.models.dropout import (
     SCALE_SITE,
     SHEAR_SITE,
     VERTICAL_SITE,
-    mix_bits,
+    mix_keys,
     row_keys,
     sequence_keys,
 )
@@ -243,7 +243,7 @@ def shift_levels(batch: Batch, most: int, white: int) -> Tensor:
         most: the largest change, in grey levels.
         white: the largest id of a pixel; 0 is black.
     """
-    bits_T = mix_bits(row_keys(batch) + LEVEL_SITE).long() & (1 << 16) - 1
+    bits_T = mix_keys(row_keys(batch) + LEVEL_SITE).long() & (1 << 16) - 1
     level_T = batch.tokens.long()
     shifted_T = (level_T + (bits_T * (2 * most + 1) >> 16) - most).clamp(0, white)
     return torch.where(level_T > white, level_T, shifted_T).to(batch.tokens.dtype)
@@ -256,7 +256,7 @@ def _draw(keys_B: Tensor, site: int) -> Tensor:
 
 # an operator, because torch.compile would compute the hashes again for every pixel, and take minutes to compile that
 _draw_once = define_operator(
-    "draw_number", "(Tensor keys, int site) -> Tensor", lambda keys, site: mix_bits(keys + site).double() / (1 << 31),
+    "draw_number", "(Tensor keys, int site) -> Tensor", lambda keys, site: mix_keys(keys + site).double() / (1 << 31),
     lambda keys, site: keys.new_empty(keys.shape, dtype=torch.float64),
 )  # fmt: skip
 
@@ -298,7 +298,7 @@ def permute_operands(batch: Batch, max_length: int) -> Tensor:
     size_BN = torch.where(opens_BN, bracket_BG.gather(1, own_BN) - place_BN + 1, 1)
 
     # the new order within each group: what is in no operator keeps its own, and a bracket comes last
-    key_BN = batch.pad(mix_bits(row_keys(batch) + OPERANDS_SITE)).long() & (1 << 32) - 1
+    key_BN = batch.pad(mix_keys(row_keys(batch) + OPERANDS_SITE)).long() & (1 << 32) - 1
     key_BN = torch.where(group_BN > 0, torch.where(closes_BN, 1 << 32, key_BN), 0)
     order_BN = stable_order(group_BN * (1 << 33) + key_BN)
     sizes_BN = size_BN.gather(1, order_BN)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from lra.batch import IGNORED_LABEL, Batch
 from lra.config.schema import RunConfig
 from lra.errors import UsageError
-from lra.models.dropout import HIDING_SITE, REPLACING_SITE, SPAN_SITE, mix_bits, row_keys, sequence_keys
+from lra.models.dropout import HIDING_SITE, REPLACING_SITE, SPAN_SITE, mix_keys, row_keys, sequence_keys
 from lra.models.pixels import grey_values, nearest_ids
 from lra.models.positions import token_coordinates
 from lra.models.transformer import Encoder
@@ -55,7 +55,7 @@ class Hiding:
         hidden_T = hidden_rows(batch, self.share, self.prefix, self.span if width is None else self.patch, width)
         shown_T: Tensor | int = self.mask
         if self.random:
-            bits_T = mix_bits(row_keys(_seeded(batch)) + REPLACING_SITE)
+            bits_T = mix_keys(row_keys(_seeded(batch)) + REPLACING_SITE)
             token_T = (bits_T >> HASH_BITS & (1 << HASH_BITS) - 1) * self.vocabulary >> HASH_BITS
             shown_T = torch.where(_drawn(bits_T, self.random), token_T.to(batch.tokens.dtype), self.mask)
         return dataclasses.replace(batch, tokens=torch.where(hidden_T, shown_T, batch.tokens)), hidden_T
@@ -121,19 +121,19 @@ def hidden_rows(batch: Batch, share: float, prefix: int | None, span: int = 1, w
     seeded = _seeded(batch)
     if span > 1:
         assert seeded.seed is not None
-        bits_B = mix_bits(sequence_keys(batch.index, seeded.seed) + SPAN_SITE)
+        bits_B = mix_keys(sequence_keys(batch.index, seeded.seed) + SPAN_SITE)
         begin_B = (bits_B & (1 << 31) - 1) % span
         if width is None:
             group_T = (batch.token_positions() + batch.per_row(begin_B)) // span
         else:
             place_TA = token_coordinates(batch, 2, width, prefix is not None)
-            down_B = (mix_bits(bits_B) & (1 << 31) - 1) % span
+            down_B = (mix_keys(bits_B) & (1 << 31) - 1) % span
             row_T, column_T = (
                 (place_TA[:, axis] + batch.per_row(first_B)) // span for axis, first_B in ((0, down_B), (1, begin_B))
             )
             group_T = row_T * (width // span + 2) + column_T
         seeded = dataclasses.replace(seeded, positions=group_T)  # all places of a group have one hash
-    return _drawn(mix_bits(row_keys(seeded) + HIDING_SITE), share) & findable_rows(batch, prefix)
+    return _drawn(mix_keys(row_keys(seeded) + HIDING_SITE), share) & findable_rows(batch, prefix)
 
 
 def _seeded(batch: Batch) -> Batch:

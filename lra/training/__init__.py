@@ -12,7 +12,7 @@ launches processes. Kernels are launched for the task's longest sequence; with l
 that a batch needs. Compiled, PyTorch adds an embedding's gradients in any order, so tables of tokens and positions get
 theirs by products and sums instead. With `attn.deterministic=true` no kernel is picked by timing, and each shape is
 compiled by itself, so that a resumed run has the same kernels. An attention whose steps the host must decide says so
-(`decides_on_host`), and runs eagerly. Evaluation is compiled, not captured.
+(`decides_on_host`), and runs eagerly. Evaluation is not captured, and not compiled where kernels compute all blocks.
 
 The tally judges a step's whole gradient and loss after the ranks have reduced them, in a captured step as part of the
 captured update. The host reads the counts together with the loss that is logged, so no step waits for it.

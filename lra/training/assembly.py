@@ -111,6 +111,7 @@ def make_trainer(run: RunConfig, folder: Path, clock: Clock, *callbacks: pl.Call
         val_check_interval=run.trainer.eval_every // run.trainer.stride,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
+        inference_mode=False,  # validation in a fit never has it, and torch.compile compiles anew for the other mode
         log_every_n_steps=1,  # Lightning logs nothing here, and warns of more than the number of batches
         use_distributed_sampler=False,
         enable_model_summary=False,

@@ -38,7 +38,7 @@ class EarlyValidation(pl.Callback):
         module = cast(TaskModule, pl_module)
         self.clock.on_validation_start(trainer, module)
         module.eval()
-        with torch.inference_mode(), trainer.precision_plugin.val_step_context():
+        with torch.no_grad(), trainer.precision_plugin.val_step_context():
             loader = cast(TaskData, trainer.datamodule).val_dataloader()  # type: ignore[attr-defined]
             for _turn in range(2 if module.step.captures(module, module.device) else 1):  # the first one compiles
                 began = time.perf_counter()

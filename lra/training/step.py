@@ -18,7 +18,7 @@ from lra.data.collated import CollatedBatch
 from lra.errors import UsageError
 from lra.models.attention.base import Mixer
 from lra.models.norms import batch_norms, update_statistics
-from lra.tasks.base import TaskModule
+from lra.tasks.base import TaskData, TaskModule
 from lra.training import optim
 from lra.training.average import WeightAverage
 from lra.training.compiling import compile_batched
@@ -69,7 +69,9 @@ class Step:
             def backward(loss: Tensor) -> None:
                 module.manual_backward(loss * trainer.world_size)  # DDP averages the ranks' gradients
 
-            self.start(module, cast(Optimizer, optimizer.optimizer), step, backward)
+            data = cast(TaskData, trainer.datamodule)  # type: ignore[attr-defined]
+            scored = data.val_dataloader() if trainer.enable_validation else ()
+            self.start(module, cast(Optimizer, optimizer.optimizer), step, backward, scored)
         assert self.engine is not None
         rate = self.forward_backward(batches, step, trainer.global_rank)
         self.tokens += sum(int(batch.length.sum()) for batch in batches)
@@ -78,13 +80,14 @@ class Step:
 
     def start(
         self, module: TaskModule, optimizer: Optimizer, step: int = 0,
-        backward: Callable[[Tensor], None] = Tensor.backward,
+        backward: Callable[[Tensor], None] = Tensor.backward, scored: Iterable[Batch] = (),
     ) -> None:  # fmt: skip
         """Prepares the first step of this session.
 
         Args:
             step: the number of this step, from 0.
             backward: adds the gradients of a loss to those of the parameters.
+            scored: what the session evaluates. The kernels for its first batch are compiled before the step.
 
         Raises:
             UsageError: the step must be captured and can't be.
@@ -120,7 +123,8 @@ class Step:
         if captured:
             bf16 = run.trainer.precision == "bf16"
             self.engine = CapturedStep(loss, trained_parameters(module), optimizer, update, device, bf16, sums)
-            self._precompile = partial(precompile_kernels, module, bf16=bf16, threads=cores_per_rank(run))
+            threads = cores_per_rank(run)
+            self._precompile = partial(precompile_kernels, module, scored=scored, bf16=bf16, threads=threads)
         else:
             self.engine = EagerStep(loss, trained_parameters(module), optimizer, update, device, backward, sums)
 
@@ -202,8 +206,13 @@ class Step:
         self._scores = self._compile(module.forward)  # not captured: evaluation takes little of a run's time
 
     def evaluate(self, module: TaskModule, batch: Batch) -> Tensor:
-        """Applies the module to a batch of validation or test."""
-        return (self._scores or module.forward)(batch)
+        """Applies the module to a batch of validation or test.
+
+        It is not compiled if kernels compute all blocks: that takes seconds, and saves less.
+        """
+        if self._scores is None or module.model.encoder.is_fused():
+            return module.forward(batch)
+        return self._scores(batch)
 
     def _compile(self, function: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
         return compile_batched(function, getattr(self.run.attn, "deterministic", False))

@@ -106,6 +106,27 @@ def test_blocks_do_not_use_them_for_what_they_do_not_compute(fields, compiled, t
     assert len(taken) == calls
 
 
+@pytest.mark.parametrize(("fields", "fused"), [
+    ({}, True), ({"positions": "learned"}, True), ({"layer_drop": 0.4}, True), ({"rotary_share": 0.5}, True),
+    ({"rotary_bands": "heads"}, False), ({"qk_norm": True}, False), ({"norm": "rms"}, False),
+    ({"post_norm": True}, False), ({"d_ff": 0, "classifier": "linear"}, False),
+])  # fmt: skip
+def test_a_model_says_whether_kernels_compute_all_its_blocks(fields, fused, taken, monkeypatch):
+    model = encoder(**fields).eval()
+    assert not model.is_fused(), "attention is PyTorch's on a CPU"
+    monkeypatch.setattr(ATTENTIONS.get("flash"), "choose_impl", lambda *_: "triton")
+    assert model.is_fused() == fused
+
+
+def test_an_attention_in_pytorch_is_no_kernel(taken):
+    assert not Encoder(
+        ModelConfig(d_model=64, d_ff=64, attn_dropout=0.0),
+        ATTENTIONS.get("linear").Config(),
+        vocabulary=9,
+        max_length=40,
+    ).is_fused()
+
+
 def test_an_attention_that_turns_its_own_features_leaves_the_projection_fused(taken):
     """Its table of angles may be one for each head: the kernel rotates nothing."""
     torch.manual_seed(0)
@@ -144,6 +165,14 @@ def test_evaluation_drops_nothing(compiled, taken):
     with torch.inference_mode():
         torch.testing.assert_close(evaluate(batch), expected, atol=1e-4, rtol=1e-4)
     assert len(taken) == 5
+
+
+@pytest.mark.gpu
+def test_a_gpu_says_whether_kernels_compute_all_blocks():
+    model = encoder().cuda().eval()
+    with torch.autocast("cuda", torch.bfloat16):
+        assert model.is_fused() == on_hopper()
+    assert not model.is_fused(), "the kernels multiply in 16 bits"
 
 
 @pytest.mark.gpu

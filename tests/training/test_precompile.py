@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,8 @@ def kernel(monkeypatch):
     launches: list[tuple[Any, ...]] = []
 
     class Kernel(jit.JITFunction):
+        cache_key = "hash"
+
         def __init__(self):
             pass
 
@@ -50,17 +54,57 @@ def test_noted_launches_are_compiled_by_threads_and_not_made(kernel):
     assert not launches
     launched[(8,)](3)
     compile_noted(noted, threads=2, device=torch.device("cpu"))
-    assert [each[:4] for each in launches] == [((3,), (8,), False, {}), ((1,), (7,), True, {"x": 2})]
-    assert "Pool" in launches[1][-1]
+    launched[(9,)](4)
+    assert [each[:4] for each in launches] == [
+        ((3,), (8,), False, {}), ((1,), None, True, {"x": 2}), ((4,), (9,), False, {}),
+    ]  # fmt: skip
+    assert "Pool" in launches[1][-1] and launches[2][-1] == "MainThread"
 
 
-def test_an_error_of_the_compiler_is_left_to_the_launch(kernel, monkeypatch):
-    launched, _ = kernel
+def test_the_next_launch_alone_waits_for_the_threads(kernel):
+    launched, launches = kernel
+    go, waiting = threading.Event(), threading.Event()
     with noted_launches() as noted:
         launched[(1,)]()
-    noted[id(launched)][0] = lambda: 1 / 0
-    (error,) = compile_noted(noted, threads=1, device=torch.device("cpu"))
-    assert isinstance(error, ZeroDivisionError)
+    noted[id(launched)].append(partial(go.wait))
+    compile_noted(noted, threads=1, device=torch.device("cpu"))  # returns before the threads are done
+
+    def launch():
+        waiting.set()
+        launched[(2,)]()
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    assert waiting.wait(10)
+    time.sleep(0.05)
+    assert [each[1] for each in launches] == [None], "the launch came before its kernel was compiled"
+    go.set()
+    thread.join(10)
+    launched[(3,)]()
+    assert [each[1] for each in launches] == [None, (2,), (3,)]
+
+
+def test_an_error_of_the_compiler_is_left_to_the_launch(kernel, capsys):
+    launched, launches = kernel
+    with noted_launches() as noted:
+        launched[(1,)]()
+    noted[id(launched)].append(partial(divmod, 1, 0))
+    compile_noted(noted, threads=1, device=torch.device("cpu"))
+    launched[(2,)]()
+    assert [each[1] for each in launches] == [None, (2,)]
+    assert "1 of a step's kernels could not be compiled ahead (ZeroDivisionError: " in capsys.readouterr().out
+
+
+def test_the_first_batch_to_evaluate_stands_for_all(monkeypatch):
+    module = build_modules(configure(arguments()).config)[1]
+    batch = filled_batch(0).to(torch.device("cpu"))
+    seen = []
+    monkeypatch.setattr(type(module), "forward", lambda self, batch: seen.append((batch, self.training)) or batch)
+    monkeypatch.setattr(type(module), "loss", lambda self, batch: sum(each.sum() for each in self.parameters()))
+    precompile_kernels(
+        module, batch.with_seed(torch.tensor(5)), iter([batch, batch.with_seed(torch.tensor(6))]), bf16=True, threads=1
+    )
+    assert seen == [(batch, False)]
 
 
 @pytest.mark.parametrize("options", [(), ("model.norm=batch", "model.layers=3")])
@@ -72,7 +116,7 @@ def test_the_module_and_the_generator_stay_as_they_are(options):
     before = {name: value.clone() for name, value in (*module.named_parameters(), *module.named_buffers())}
     layers, state = len(module.model.encoder.blocks), torch.get_rng_state()
     batch = filled_batch(0).to(torch.device("cpu")).with_seed(torch.tensor(5))
-    precompile_kernels(module, batch, bf16=True, threads=1)
+    precompile_kernels(module, batch, [batch], bf16=True, threads=1)
     after = dict((*module.named_parameters(), *module.named_buffers()))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert all(parameter.grad is None for parameter in module.parameters())
@@ -80,16 +124,18 @@ def test_the_module_and_the_generator_stay_as_they_are(options):
 
 
 def test_a_captured_run_compiles_once_before_its_first_step(small, monkeypatch):
-    calls: list[tuple[int, bool, int]] = []
+    calls: list[tuple[int, bool, int, int]] = []
     monkeypatch.setattr(
         step_module, "precompile_kernels",
-        lambda module, batch, bf16, threads: calls.append((batch.size, bf16, threads)),
+        lambda module, batch, scored, bf16, threads: calls.append((batch.size, bf16, threads, len(scored))),
     )  # fmt: skip
     small()
     assert not calls, "an eager step compiles nothing"
     use_static_buffers(monkeypatch)
     small("name=static", "batch.micro=4")
-    assert len(calls) == 1 and calls[0][0] >= 4 and calls[0][1:] >= (False, 1), "the first micro-batch, filled up"
+    ((size, *_, scored),) = calls
+    assert size >= 4 and calls[0][1:] >= (False, 1), "the first micro-batch, filled up"
+    assert scored, "validation's batches"
 
 
 @pytest.mark.gpu
@@ -104,8 +150,6 @@ def test_no_kernel_is_left_to_the_first_step(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     phases = json.loads(file.read_text())["phases"]
-    left = {
-        name: took for name, took in phases.items() if name.endswith("compiling kernels") and "parallel" not in name
-    }
-    assert any("compiling kernels in parallel" in name for name in phases)
+    left = {name: took for name, took in phases.items() if name.endswith("compiling kernels")}
+    assert any("waiting for kernels" in name for name in phases)
     assert sum(left.values()) < 1, left

@@ -13,6 +13,7 @@ import lra
 from lra.config.optim import OptimConfig
 from lra.data.split import Split
 from lra.errors import UsageError
+from lra.models.transformer import Encoder
 from lra.tasks.base import TaskModule
 from lra.training import curves
 from lra.training import step as step_module
@@ -117,6 +118,19 @@ def test_steps_are_those_of_plain_adamw(one_thread):
     assert min(norms) > 0.5, "each is clipped"
     for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_evaluation_is_compiled_unless_kernels_compute_all_blocks(fused, monkeypatch):
+    step = Step(run := configure(arguments()).config)
+    module = build_modules(run, step=step)[1]
+    monkeypatch.setattr(Encoder, "is_fused", lambda *_: fused)
+    monkeypatch.setattr(type(module), "forward", lambda self, batch: f"eager {batch}")
+    batch: Any = "batch"
+    assert step.evaluate(module, batch) == "eager batch", "an eager run compiles nothing"
+    monkeypatch.setattr(step_module, "compile_batched", lambda *_: lambda batch: f"compiled {batch}")
+    step.compile_evaluation(module)
+    assert step.evaluate(module, batch) == ("eager batch" if fused else "compiled batch")
 
 
 def test_a_step_is_logged_when_the_next_one_is_on_its_way(small, monkeypatch):
