@@ -271,7 +271,7 @@ def test_brightness_and_contrast():
 
 def test_draws_are_independent():
     sites = [value for name, value in vars(augmented).items() if name.endswith("_SITE")]
-    assert len(set(sites)) == len(sites) == 10 and max(sites) == -4  # tasks/hiding.py has -1 to -3
+    assert len(set(sites)) == len(sites) == 11 and max(sites) == -4  # tasks/hiding.py has -1 to -3
     drawn = torch.stack([augmented._draw(KEYS, site) for site in sites])
     assert float((drawn.corrcoef() - torch.eye(len(sites))).abs().max()) < 5 / len(KEYS) ** 0.5
     assert set(LIMITS) == {"rotate", "shift", "scale", "shear", "brightness", "contrast"}
