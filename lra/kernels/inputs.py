@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 from torch import Tensor
+
+from lra.kernels.library import runs_eagerly
 
 INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -46,12 +50,13 @@ def check_sequences(
         size, rows = q.shape[:2]
         if start is not None or max_length not in (None, rows):
             raise ValueError("[B, N, H, D] takes no start and no max_length: use length, or the [T, H, D] form")
+        starts, full = _batch_places(size, rows, q.device)
         if length is None:
-            length = torch.full((size,), rows, dtype=torch.int32, device=q.device)
+            return starts, full, rows
         _check_per_sequence("length", length, size, q.device)
         if _free_to_read(length):
             _check_lengths(length, rows)
-        return torch.arange(size, dtype=torch.int32, device=q.device) * rows, length.contiguous(), rows
+        return starts, length.contiguous(), rows
 
     if start is None or length is None or max_length is None:
         raise ValueError("[T, H, D] needs start, length and max_length; without them use the [B, N, H, D] form")
@@ -80,9 +85,32 @@ def check_randomness(
     if seed.device != device:
         raise ValueError(f"seed must be on the device of q, {device}, got {seed.device}")
     if index is None:
-        return seed, torch.arange(size, dtype=torch.int32, device=device)
+        return seed, _batch_places(size, 1, device)[0]
     _check_per_sequence("index", index, size, device)
     return seed, index.contiguous()
+
+
+def _batch_places(size: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(`start`, `length`) of `size` sequences of `rows` rows.
+
+    They are made once for each stream, because another stream would have to wait for them. A CUDA graph makes its own,
+    which live as long as the graph.
+    """
+    if not runs_eagerly() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return _new_places(size, rows, device)
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    return _kept_places(size, rows, device, stream)
+
+
+@functools.lru_cache(maxsize=256)
+def _kept_places(size: int, rows: int, device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):  # autograd saves no tensor of an inference
+        return _new_places(size, rows, device)
+
+
+def _new_places(size: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    start = torch.arange(size, dtype=torch.int32, device=device) * rows
+    return start, torch.full((size,), rows, dtype=torch.int32, device=device)
 
 
 def _free_to_read(values: Tensor) -> bool:

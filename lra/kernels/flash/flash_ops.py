@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lra.kernels.flash.problem import Problem
-from lra.kernels.library import LIBRARY, define_operator, forbid_second_derivative
+from lra.kernels.library import LIBRARY, define_operator, forbid_second_derivative, needs_no_dispatcher
 
 PROBLEM_SCHEMA = (  # the fields of `Problem`, in their order
     "Tensor start, Tensor length, SymInt max_length, bool padded, bool causal, float scale, int threshold, "
@@ -20,14 +20,20 @@ PROBLEM_SCHEMA = (  # the fields of `Problem`, in their order
 
 
 class FlashFunction(torch.autograd.Function):
-    """The first derivative of the result with respect to q, k and v. The softmax statistics have none."""
+    """The first derivative of the result with respect to q, k and v. The softmax statistics have none.
+
+    The problem is one argument, because PyTorch looks at each.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():  # without it the operator would call this function again
-            out, softmax = flash_forward(q, k, v, *problem)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         # The tensors of the problem are saved, too: autograd then notices if the caller overwrites one too early.
         start, length, *numbers, seed, index, deterministic, layout = problem
+        if needs_no_dispatcher(q, k, v, start, length, seed, index):
+            out, softmax = run_flash_forward(q, k, v, *problem)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():  # without it the operator would call this function again
+                out, softmax = flash_forward(q, k, v, *problem)
         ctx.save_for_backward(q, k, v, out, softmax, start, length, seed, index)
         ctx.numbers, ctx.rest = numbers, (deterministic, layout)
         ctx.mark_non_differentiable(softmax)
@@ -37,12 +43,18 @@ class FlashFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if do is None:
-            return (None,) * len(ctx.needs_input_grad)
+            return None, None, None, None
         q, k, v, out, softmax, start, length, seed, index = ctx.saved_tensors
         problem = (start, length, *ctx.numbers, seed, index, *ctx.rest)
+        direct = needs_no_dispatcher(q, k, v, out, softmax, do, start, length, seed, index)
         with torch.no_grad():
-            gradients = flash_backward(q, k, v, out, softmax, do, *problem)
-        return *forbid_second_derivative(gradients, q, k, v, do), *(None,) * len(problem)
+            compute = run_flash_backward if direct else flash_backward
+            gradients = compute(q, k, v, out, softmax, do, *problem)
+        return *forbid_second_derivative(gradients, q, k, v, do), None
+
+
+def differentiable_forward(q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
+    return FlashFunction.apply(q, k, v, problem)  # type: ignore[no-any-return]
 
 
 # The first call imports Triton, so that a machine without Triton can use the fallback.
@@ -82,4 +94,4 @@ flash_backward = define_operator(
     run_flash_backward,
     fake_flash_backward,
 )
-LIBRARY.impl("flash_forward", FlashFunction.apply, "Autograd")
+LIBRARY.impl("flash_forward", differentiable_forward, "Autograd")
