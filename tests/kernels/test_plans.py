@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -93,6 +94,12 @@ def flash(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]
     return out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out).cumsum(-1))
 
 
+def assert_same(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """But for rounding: for other strides Triton compiles another kernel."""
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-4)
+
+
 @pytest.fixture
 def qkv(device) -> Tensor:
     torch.manual_seed(0)
@@ -108,11 +115,11 @@ def test_every_form_of_a_batch_has_its_own_plan(qkv, device):
     memory[1:] = qkv.flatten()
     wide = torch.cat([qkv, qkv], -1)[..., :16]
     for form in (transposed, fused, memory[1:].view_as(qkv), wide, qkv):
-        assert all(map(torch.equal, flash(*form), expected))
+        assert_same(flash(*form), expected)
     length = torch.full((2,), 19, dtype=torch.int32, device=device)
     rows = flash(*qkv.flatten(1, 2), start=length.cumsum(0).int() - length, length=length, max_length=19)
-    assert all(torch.equal(a, b.flatten(0, 1)) for a, b in zip(rows, expected, strict=True))
-    assert all(map(torch.equal, flash(*qkv, length=length), expected))
+    assert_same(rows, [x.flatten(0, 1) for x in expected])
+    assert_same(flash(*qkv, length=length), expected)
 
 
 def test_saved_tensors_may_come_back_in_another_form(qkv):
@@ -139,14 +146,14 @@ def test_the_gradient_of_the_result_may_have_any_form(form, qkv):
         "negated": lambda: torch._neg_view(-do),
         "unaligned": lambda: torch.cat([do.new_zeros(1), do.flatten()])[1:].view_as(do),
     }[form]()
-    assert all(map(torch.equal, torch.autograd.grad(out, leaves, given), expected))
+    assert_same(torch.autograd.grad(out, leaves, given), expected)
 
 
 def test_batches_of_an_inference_serve_training_later(qkv):
     """The starts and lengths that a batch without lengths gets are kept for the next one."""
     with torch.inference_mode():
         out = flash_attention(*qkv, impl="triton")
-    assert torch.equal(out, flash(*qkv)[0])
+    assert_same([out], flash(*qkv)[:1])
 
 
 class SeenOperators(TorchDispatchMode):
@@ -164,7 +171,7 @@ def test_modes_and_subclasses_see_the_operators(qkv):
         flash(*qkv)
     assert {"lra.flash_forward.default", "lra.flash_backward.default"} <= set(seen.names)
     mapped = torch.func.vmap(lambda q, k, v: flash_attention(q, k, v, impl="triton"))(*(x[:, None] for x in qkv))
-    assert torch.equal(mapped[:, 0], flash(*qkv)[0])
+    assert_same([mapped[:, 0]], flash(*qkv)[:1])
 
 
 def test_a_tensor_that_is_overwritten_too_early_is_noticed(device):

@@ -66,7 +66,7 @@ def convert_dq_kernel(sum_ptr, dq_ptr, scale, elements, ELEMENTS: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["layouts", "tiles", "by_key_layouts", "by_key_tiles", "heads", "total", "threshold"])
 def extreme_rows_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, softmax_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, softmax_ptr, stats_ptr, dq_ptr, dk_ptr, dv_ptr,
     start_ptr, length_ptr, seed_ptr, index_ptr, visits_ptr, by_key_ptr,
     layouts, tiles, by_key_layouts, by_key_tiles,
     q_row, q_head, k_row, k_head, v_row, v_head, do_row, do_head,
@@ -89,6 +89,7 @@ def extreme_rows_kernel(
         k_ptr = head_pointer(k_ptr, start, head, k_row, k_head)
         v_ptr = head_pointer(v_ptr, start, head, v_row, v_head)
         do_ptr = head_pointer(do_ptr, start, head, do_row, do_head)
+        delta_ptr = stats_ptr + heads.to(tl.int64) * total  # `prepare_backward_kernel` stores it as the second part
         row = heads * D
         dk_ptr = head_pointer(dk_ptr, start, head, row, D)
         dv_ptr = head_pointer(dv_ptr, start, head, row, D)
@@ -155,7 +156,7 @@ def plan_finish_dq(q: Tensor, k: Tensor, v: Tensor, do: Tensor, problem: Problem
     ) -> Tensor:  # fmt: skip
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         convert(dq_sum, dq)
-        add_extreme_rows(q, k, v, do, softmax, stats[1], dq, dk, dv, *sequences, visits, by_key)
+        add_extreme_rows(q, k, v, do, softmax, stats, dq, dk, dv, *sequences, visits, by_key)
         return dq
 
     return run
