@@ -45,6 +45,10 @@ class NotingDriver(CompileOnlyDriver):
     )
 
 
+def note_name(metadata: Any) -> None:
+    hooked.append(metadata.get()["name"])
+
+
 def describe(x: Any) -> Any:
     """What two launches with other tensors must agree in."""
     if isinstance(x, Tensor):
@@ -87,11 +91,10 @@ def main(cases: list[dict[str, Any]]) -> None:
     planned = []
     for case in cases:
         first = run(case, 2)
-        before = knobs.runtime.launch_enter_hook
-        knobs.runtime.launch_enter_hook = lambda metadata: hooked.append(metadata.get()["name"])
         hooked.clear()
+        knobs.runtime.launch_enter_hook.add(note_name)
         first += run(case, 1)
-        knobs.runtime.launch_enter_hook = before
+        knobs.runtime.launch_enter_hook.remove(note_name)
         planned.append((first, list(hooked)))
     for case, (runs, names) in zip(cases, planned, strict=True):
         forget_plans()

@@ -143,7 +143,7 @@ def test_the_gradient_of_the_result_may_have_any_form(form, qkv):
     given = {
         "expanded": lambda: do,
         "transposed": lambda: do.transpose(1, 2).contiguous().transpose(1, 2),
-        "negated": lambda: torch._neg_view(-do),
+        "negated": lambda: torch._neg_view(-do),  # pyright: ignore[reportPrivateImportUsage]
         "unaligned": lambda: torch.cat([do.new_zeros(1), do.flatten()])[1:].view_as(do),
     }[form]()
     assert_same(torch.autograd.grad(out, leaves, given), expected)
@@ -179,7 +179,7 @@ def test_a_tensor_that_is_overwritten_too_early_is_noticed(device):
     inputs = make_inputs(case, device)
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
     for overwritten in ("start", "length"):
-        sequences = {name: x.clone() for name, x in inputs.sequences.items()}
+        sequences: dict[str, Any] = {name: x.clone() for name, x in inputs.sequences.items()}
         out = flash_attention(q, k, v, **sequences, max_length=9, impl="triton")
         sequences[overwritten].zero_()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
