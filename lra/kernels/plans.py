@@ -55,7 +55,7 @@ class Launch:
     Triton compiles a kernel for the dtypes of its tensors, for their alignment to 16 bytes, for those that are None,
     and for some of its numbers. Only the tensors differ between the calls of a Launch, and they must agree in these
     facts. New tensors do: PyTorch aligns them. The first call goes through Triton. The others call the kernel that it
-    compiled.
+    compiled, on the same device.
 
     Args:
         kernel: a function of `triton.jit` or `gluon.jit`, whose first arguments are tensors or descriptors.
@@ -66,14 +66,42 @@ class Launch:
 
     def __init__(self, kernel: Any, programs: int, *numbers: float, **constants: Any):
         self.kernel, self.programs, self.numbers, self.constants = kernel, programs, numbers, constants
-        self._compiled: Callable[..., None] | None = None
+        self._repeat: Callable[..., None] | None = None
 
     def __call__(self, *tensors: Any) -> None:
-        if self._compiled is not None:
-            self._compiled(*tensors, *self.numbers)
+        if self._repeat is not None:
+            self._repeat(*tensors)
             return
         compiled = self.kernel[(self.programs,)](*tensors, *self.numbers, **self.constants)
         if compiled is not None:  # an interpreter returns None, and so does what only notes launches
             names = self.kernel.arg_names[len(tensors) + len(self.numbers) :]
-            self.numbers += tuple(self.constants[name] for name in names)
-            self._compiled = compiled[self.programs, 1, 1]
+            self._repeat = _repeated(compiled, self.programs, *self.numbers, *(self.constants[name] for name in names))
+
+
+def _repeated(compiled: Any, programs: int, *rest: Any) -> Callable[..., None]:
+    """A function of tensors that launches a compiled kernel on the current stream, with the same other arguments.
+
+    `compiled[grid]` is Triton's function for it. It spends a third of its time on the hooks of launches, which are
+    empty unless a profiler has set them.
+    """
+    from triton import knobs
+    from triton.runtime import driver
+
+    active: Any = driver.active
+    device, current_stream, runtime = active.get_current_device(), active.get_current_stream, knobs.runtime
+    with_hooks = compiled[programs, 1, 1]
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+
+    def repeat(*tensors: Any) -> None:
+        stream = current_stream(device)
+        if _has_hook(runtime.launch_enter_hook) or _has_hook(runtime.launch_exit_hook):
+            with_hooks(*tensors, *rest, stream=stream)
+        else:
+            run(programs, 1, 1, stream, function, packed, None, None, None, *tensors, *rest)
+
+    return repeat
+
+
+def _has_hook(hook: Any) -> bool:
+    """Whether a hook of Triton, a chain of functions or a function, calls anything."""
+    return bool(getattr(hook, "calls", hook))

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,41 +22,65 @@ from tests.kernels.compiling import ROOT
 
 
 class FakeKernel:
-    """Notes how it is launched. `compiled` is what Triton returns of a launch."""
+    """Notes how it is launched. It stands for a kernel of Triton, and for what Triton compiles of it."""
 
     arg_names = ("a_ptr", "b_ptr", "n", "SIZE", "num_warps")
+    function, packed_metadata = "function", "packed"
 
-    def __init__(self, compiles: bool):
+    def __init__(self, compiles: bool = True):
         self.noted: list[Any] = []
-        self.compiled = CompiledFake(self.noted) if compiles else None
+        self.compiles = compiles
 
     def __getitem__(self, grid: Any) -> Any:
-        def launch(*arguments: Any, **constants: Any) -> Any:
-            self.noted.append(("Triton", grid, arguments, constants))
-            return self.compiled
+        def launch(*arguments: Any, **options: Any) -> Any:
+            self.noted.append((grid, arguments, options))
+            return self if self.compiles else None
 
         return launch
 
-
-class CompiledFake:
-    def __init__(self, noted: list[Any]):
-        self.noted = noted
-
-    def __getitem__(self, grid: Any) -> Any:
-        return lambda *arguments: self.noted.append(("compiled", grid, arguments))
+    def run(self, *arguments: Any) -> None:
+        self.noted.append(arguments)
 
 
-def test_a_launch_calls_the_compiled_kernel_from_the_second_time_on():
+@pytest.fixture
+def stream_9(device, monkeypatch) -> None:
+    """The current stream of Triton's current device, which is 3."""
+    from triton.runtime import driver
+
+    fake = SimpleNamespace(get_current_device=lambda: 3, get_current_stream=lambda device: 3 * device)
+    monkeypatch.setattr(type(driver), "active", fake)
+
+
+def test_a_launch_runs_the_compiled_kernel_from_the_second_time_on(stream_9):
     """With constants in the order of the kernel's arguments, and without options that are none."""
-    kernel = FakeKernel(compiles=True)
+    kernel = FakeKernel()
     launch = Launch(kernel, 7, 3, num_warps=4, SIZE=16, maxnreg=None)
     for tensor in ("first", "second", "third"):
         launch(tensor, None)
+    grid = 7, 1, 1
     assert kernel.noted == [
-        ("Triton", (7,), ("first", None, 3), {"num_warps": 4, "SIZE": 16, "maxnreg": None}),
-        ("compiled", (7, 1, 1), ("second", None, 3, 16, 4)),
-        ("compiled", (7, 1, 1), ("third", None, 3, 16, 4)),
+        ((7,), ("first", None, 3), {"num_warps": 4, "SIZE": 16, "maxnreg": None}),
+        (*grid, 9, "function", "packed", None, None, None, "second", None, 3, 16, 4),
+        (*grid, 9, "function", "packed", None, None, None, "third", None, 3, 16, 4),
     ]
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_launch_with_hooks_is_one_of_triton(name, stream_9):
+    from triton import knobs
+
+    def profile(metadata: Any) -> None: ...
+
+    kernel = FakeKernel()
+    launch = Launch(kernel, 7, 3, SIZE=16, num_warps=4)
+    launch("first", None)
+    hooks: Any = getattr(knobs.runtime, name)
+    hooks.add(profile)
+    try:
+        launch("second", None)
+    finally:
+        hooks.remove(profile)
+    assert kernel.noted[1] == ((7, 1, 1), ("second", None, 3, 16, 4), {"stream": 9})
 
 
 def test_a_launch_that_only_was_noted_goes_through_triton_again():
@@ -64,7 +89,7 @@ def test_a_launch_that_only_was_noted_goes_through_triton_again():
     launch = Launch(kernel, 7, 3, SIZE=16, num_warps=4)
     for _ in range(2):
         launch("tensor", None)
-    assert [each[0] for each in kernel.noted] == ["Triton"] * 2
+    assert [grid for grid, *_ in kernel.noted] == [(7,)] * 2
 
 
 def test_facts_are_all_that_kernels_depend_on_but_the_place():

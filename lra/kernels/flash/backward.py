@@ -175,7 +175,7 @@ def plan_plain_backward(
     def run(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, sequences: SequenceTensors
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
+        dk, dv = torch.empty_like(out), torch.empty_like(out)
         dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if adds else None
         delta = torch.empty(heads, total, dtype=torch.float32, device=q.device)
         sum_rows(out, do, delta)
@@ -183,7 +183,7 @@ def plan_plain_backward(
         if dq_sum is not None:
             return dq_sum.to(q.dtype), dk, dv
         assert sum_queries is not None
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        dq = torch.empty_like(out)
         sum_queries(q, k, v, do, softmax, delta, dq, *sequences, visits)
         return dq, dk, dv
 

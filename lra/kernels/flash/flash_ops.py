@@ -46,10 +46,11 @@ class FlashFunction(torch.autograd.Function):
             return None, None, None, None
         q, k, v, out, softmax, start, length, seed, index = ctx.saved_tensors
         problem = (start, length, *ctx.numbers, seed, index, *ctx.rest)
-        direct = needs_no_dispatcher(q, k, v, out, softmax, do, start, length, seed, index)
-        with torch.no_grad():
-            compute = run_flash_backward if direct else flash_backward
-            gradients = compute(q, k, v, out, softmax, do, *problem)
+        if needs_no_dispatcher(q, k, v, out, softmax, do, start, length, seed, index):
+            gradients = run_flash_backward(q, k, v, out, softmax, do, *problem)
+        else:
+            with torch.no_grad():
+                gradients = flash_backward(q, k, v, out, softmax, do, *problem)
         return *forbid_second_derivative(gradients, q, k, v, do), None
 
 

@@ -181,7 +181,7 @@ def plan_plain_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, choice
     )  # fmt: skip
 
     def run(q: Tensor, k: Tensor, v: Tensor, sequences: SequenceTensors) -> tuple[Tensor, Tensor]:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         softmax = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
         tensors = (q, k, v, out, softmax, *sequences, visits)
         attend(*tensors)

@@ -72,7 +72,7 @@ def launch_flash_backward(
     sequences = problem.sequences
     facts = (tensor_facts(q, k, v, out, softmax, do, *sequences), problem.numbers)
     with torch.cuda.device_of(q):
-        plan = _backward_plans.find(facts, lambda: _plan_backward(q, k, v, do, problem))
+        plan = _backward_plans.find(facts, lambda: _plan_backward(q, k, v, out, softmax, do, problem))
         record_kernel("backward", plan.kernel)
         if plan.copies_do:
             do = do.clone(memory_format=torch.contiguous_format)
@@ -80,6 +80,7 @@ def launch_flash_backward(
 
 
 def _plan_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> PassPlan:
+    assert all(map(flattens, (q, k, v)))
     q, k, v = map(as_rows, (q, k, v))
     gpu = device.describe_gpu(q.device)
     choice = choose_forward(problem, q, k, v, gpu)
@@ -87,7 +88,10 @@ def _plan_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> PassPlan
     return PassPlan(choice.kernel, FORWARD_PLANNERS[choice.kernel](q, k, v, problem, choice))
 
 
-def _plan_backward(q: Tensor, k: Tensor, v: Tensor, do: Tensor, problem: Problem) -> PassPlan:
+def _plan_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, problem: Problem
+) -> PassPlan:
+    assert out.is_contiguous() and softmax.is_contiguous() and all(map(flattens, (q, k, v)))
     q, k, v = map(as_rows, (q, k, v))
     gpu = device.describe_gpu(q.device)
     choice = choose_backward(problem, q, k, v, gpu)

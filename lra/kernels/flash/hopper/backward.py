@@ -314,10 +314,10 @@ def plan_hopper_backward(
     def run(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, sequences: SequenceTensors
     ) -> tuple[Tensor, Tensor, Tensor]:
-        stats = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
+        stats = torch.empty_like(softmax)
         taken = torch.empty(1, dtype=torch.int32, device=q.device)
-        dq_sum = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-        dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
+        dq_sum = torch.empty_like(out, dtype=torch.float32)
+        dk, dv = torch.empty_like(out), torch.empty_like(out)
         prepare(out, do, softmax, stats, dq_sum, taken)
         tensors = (q_tiles(q), k_tiles(k), v_tiles(v), do_tiles(do), stats, dq_tiles(dq_sum), dk, dv)
         if specialized:

@@ -154,7 +154,7 @@ def plan_finish_dq(q: Tensor, k: Tensor, v: Tensor, do: Tensor, problem: Problem
         q: Tensor, k: Tensor, v: Tensor, do: Tensor, softmax: Tensor, stats: Tensor, dq_sum: Tensor,
         dk: Tensor, dv: Tensor, sequences: SequenceTensors,
     ) -> Tensor:  # fmt: skip
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        dq = torch.empty_like(dk)
         convert(dq_sum, dq)
         add_extreme_rows(q, k, v, do, softmax, stats, dq, dk, dv, *sequences, visits, by_key)
         return dq

@@ -286,7 +286,7 @@ def plan_hopper_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, choic
     )  # fmt: skip
 
     def run(q: Tensor, k: Tensor, v: Tensor, sequences: SequenceTensors) -> tuple[Tensor, Tensor]:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         softmax = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
         attend(q_tiles(q), k_tiles(k), v_tiles(v), out, softmax, *sequences, visits)
         return out, softmax

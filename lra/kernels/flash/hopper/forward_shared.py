@@ -361,7 +361,7 @@ def plan_hopper_shared(q: Tensor, k: Tensor, v: Tensor, problem: Problem, choice
     )
 
     def run(q: Tensor, k: Tensor, v: Tensor, sequences: SequenceTensors) -> tuple[Tensor, Tensor]:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         softmax = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
         state = torch.zeros(4 + notes, dtype=torch.int32, device=q.device)  # the notes begin after 16 bytes
         tensors = (q_tiles(q), k_tiles(k), v_tiles(v), out, softmax, state[4:], *sequences)
