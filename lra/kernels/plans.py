@@ -97,7 +97,9 @@ def _repeated(compiled: Any, programs: int, *rest: Any) -> Callable[..., None]:
         if _has_hook(runtime.launch_enter_hook) or _has_hook(runtime.launch_exit_hook):
             with_hooks(*tensors, *rest, stream=stream)
         else:
-            run(programs, 1, 1, stream, function, packed, None, None, None, *tensors, *rest)
+            # of a tensor, Triton would ask the driver where it lies
+            places = [x.data_ptr() if type(x) is Tensor else x for x in tensors]
+            run(programs, 1, 1, stream, function, packed, None, None, None, *places, *rest)
 
     return repeat
 

@@ -51,8 +51,8 @@ def note_name(metadata: Any) -> None:
 
 def describe(x: Any) -> Any:
     """What two launches with other tensors must agree in."""
-    if isinstance(x, Tensor):
-        return ["tensor", str(x.dtype), x.data_ptr() % 16]
+    if isinstance(x, Tensor) or (isinstance(x, int) and x >= 2**32):
+        return ["pointer", (x.data_ptr() if isinstance(x, Tensor) else x) % 16]
     if hasattr(x, "block_shape"):
         return ["descriptor", *map(list, (x.shape, x.strides, x.block_shape)), x.padding, str(x.base.dtype)]
     return str(x)
