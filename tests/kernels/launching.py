@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from triton import knobs
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
 from lra.kernels.dropout import dropout_threshold
@@ -51,11 +52,11 @@ def note_name(metadata: Any) -> None:
 
 def describe(x: Any) -> Any:
     """What two launches with other tensors must agree in."""
-    if isinstance(x, Tensor) or (isinstance(x, int) and x >= 2**32):
-        return ["pointer", (x.data_ptr() if isinstance(x, Tensor) else x) % 16]
-    if hasattr(x, "block_shape"):
+    if isinstance(x, Tensor):
+        x = x.data_ptr()
+    if isinstance(x, TensorDescriptor):
         return ["descriptor", *map(list, (x.shape, x.strides, x.block_shape)), x.padding, str(x.base.dtype)]
-    return str(x)
+    return ["pointer", x % 16] if isinstance(x, int) and x >= 2**32 else str(x)
 
 
 def run(case: dict[str, Any], passes: int) -> list[list[Any]]:
