@@ -195,6 +195,12 @@ def test_modes_and_subclasses_see_the_operators(qkv):
     with SeenOperators() as seen:
         flash(*qkv)
     assert {"lra.flash_forward.default", "lra.flash_backward.default"} <= set(seen.names)
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    out = flash_attention(*leaves, impl="triton", deterministic=True)
+    with SeenOperators() as seen:
+        gradients = torch.autograd.grad(out, leaves, torch.ones_like(out).cumsum(-1))
+    assert "lra.flash_backward.default" in seen.names
+    assert_same(gradients, flash(*qkv)[1:])
     mapped = torch.func.vmap(lambda q, k, v: flash_attention(q, k, v, impl="triton"))(*(x[:, None] for x in qkv))
     assert_same([mapped[:, 0]], flash(*qkv)[:1])
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lra.kernels.dropout import dropout_threshold
-from lra.kernels.flash.flash_ops import FlashFunction, flash_forward
+from lra.kernels.flash.flash_ops import FlashFunction, flash_forward, run_flash_forward
 from lra.kernels.flash.layout import Layout
 from lra.kernels.flash.padding import as_rows, flattens
 from lra.kernels.flash.problem import Problem
@@ -133,7 +133,7 @@ def attend_sequences(
     _check_triton(q, layout, fallback_name)
     direct = needs_no_dispatcher(q, k, v, start, length, seed, index)
     if direct and all(map(flattens, (q, k, v))) and type(causal) is type(deterministic) is bool:
-        return FlashFunction.apply(q, k, v, problem)[0]
+        return FlashFunction.apply(run_flash_forward, q, k, v, problem)[0]
     out, _ = flash_forward(as_rows(q), as_rows(k), as_rows(v), *problem)
     return out.view(q.shape)
 

@@ -5,6 +5,7 @@ torch.compile treats an operator as one node: the graph does not break, and tens
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,18 +23,18 @@ PROBLEM_SCHEMA = (  # the fields of `Problem`, in their order
 class FlashFunction(torch.autograd.Function):
     """The first derivative of the result with respect to q, k and v. The softmax statistics have none.
 
-    The problem is one argument, because PyTorch looks at each.
+    Args:
+        compute: `run_flash_forward`, or the operator without its derivative.
+        problem: the fields of `Problem`. They are one argument, because PyTorch looks at each.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, compute: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, problem: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor]:
         # The tensors of the problem are saved, too: autograd then notices if the caller overwrites one too early.
         start, length, *numbers, seed, index, deterministic, layout = problem
-        if needs_no_dispatcher(q, k, v, start, length, seed, index):
-            out, softmax = run_flash_forward(q, k, v, *problem)
-        else:
-            with torch._C._AutoDispatchBelowAutograd():  # without it the operator would call this function again
-                out, softmax = flash_forward(q, k, v, *problem)
+        out, softmax = compute(q, k, v, *problem)
         ctx.save_for_backward(q, k, v, out, softmax, start, length, seed, index)
         ctx.numbers, ctx.rest = numbers, (deterministic, layout)
         ctx.mark_non_differentiable(softmax)
@@ -43,7 +44,7 @@ class FlashFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if do is None:
-            return None, None, None, None
+            return None, None, None, None, None
         q, k, v, out, softmax, start, length, seed, index = ctx.saved_tensors
         problem = (start, length, *ctx.numbers, seed, index, *ctx.rest)
         if needs_no_dispatcher(q, k, v, out, softmax, do, start, length, seed, index):
@@ -51,11 +52,16 @@ class FlashFunction(torch.autograd.Function):
         else:
             with torch.no_grad():
                 gradients = flash_backward(q, k, v, out, softmax, do, *problem)
-        return *forbid_second_derivative(gradients, q, k, v, do), None
+        return None, *forbid_second_derivative(gradients, q, k, v, do), None
 
 
-def differentiable_forward(q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
-    return FlashFunction.apply(q, k, v, problem)  # type: ignore[no-any-return]
+def flash_forward_below_autograd(q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():  # without it the operator would call FlashFunction again
+        return flash_forward(q, k, v, *problem)  # type: ignore[no-any-return]
+
+
+def differentiable_flash_forward(q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
+    return FlashFunction.apply(flash_forward_below_autograd, q, k, v, problem)  # type: ignore[no-any-return]
 
 
 # The first call imports Triton, so that a machine without Triton can use the fallback.
@@ -95,4 +101,4 @@ flash_backward = define_operator(
     run_flash_backward,
     fake_flash_backward,
 )
-LIBRARY.impl("flash_forward", differentiable_forward, "Autograd")
+LIBRARY.impl("flash_forward", differentiable_flash_forward, "Autograd")
