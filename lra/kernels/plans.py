@@ -49,13 +49,13 @@ def tensor_facts(*tensors: Tensor | None) -> tuple[Hashable, ...]:
     return tuple([x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors])
 
 
-class Launch:
+class RepeatedLaunch:
     """A launch that is repeated with other tensors.
 
     Triton compiles a kernel for the dtypes of its tensors, for their alignment to 16 bytes, for those that are None,
-    and for some of its numbers. Only the tensors differ between the calls of a Launch, and they must agree in these
-    facts. New tensors do: PyTorch aligns them. The first call goes through Triton. The others call the kernel that it
-    compiled, on the same device.
+    and for some of its numbers. Only the tensors differ between calls, and they must agree in these facts. New tensors
+    do: PyTorch aligns them. The first call goes through Triton. The others call the kernel that it compiled, on the
+    same device.
 
     Args:
         kernel: a function of `triton.jit` or `gluon.jit`, whose first arguments are tensors or descriptors.

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lra.kernels import flash_attention
-from lra.kernels.plans import MOST_PLANS, Launch, Plans, forget_plans, tensor_facts
+from lra.kernels.plans import MOST_PLANS, Plans, RepeatedLaunch, forget_plans, tensor_facts
 from lra.kernels.testing import Case, make_inputs
 from tests.kernels.compiling import ROOT
 
@@ -54,7 +54,7 @@ def stream_9(device, monkeypatch) -> None:
 def test_a_launch_runs_the_compiled_kernel_from_the_second_time_on(stream_9):
     """With constants in the order of the kernel's arguments, and without options that are none."""
     kernel = FakeKernel()
-    launch = Launch(kernel, 7, 3, num_warps=4, SIZE=16, maxnreg=None)
+    launch = RepeatedLaunch(kernel, 7, 3, num_warps=4, SIZE=16, maxnreg=None)
     for tensor in ("first", "second", "third"):
         launch(tensor, None)
     grid = 7, 1, 1
@@ -72,7 +72,7 @@ def test_a_launch_with_hooks_is_one_of_triton(name, stream_9):
     def profile(metadata: Any) -> None: ...
 
     kernel = FakeKernel()
-    launch = Launch(kernel, 7, 3, SIZE=16, num_warps=4)
+    launch = RepeatedLaunch(kernel, 7, 3, SIZE=16, num_warps=4)
     launch("first", None)
     hooks: Any = getattr(knobs.runtime, name)
     hooks.add(profile)
@@ -86,7 +86,7 @@ def test_a_launch_with_hooks_is_one_of_triton(name, stream_9):
 def test_a_launch_that_only_was_noted_goes_through_triton_again():
     """As in an interpreter, or where a step's kernels are compiled in advance."""
     kernel = FakeKernel(compiles=False)
-    launch = Launch(kernel, 7, 3, SIZE=16, num_warps=4)
+    launch = RepeatedLaunch(kernel, 7, 3, SIZE=16, num_warps=4)
     for _ in range(2):
         launch("tensor", None)
     assert [grid for grid, *_ in kernel.noted] == [(7,)] * 2

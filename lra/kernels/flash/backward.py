@@ -34,7 +34,7 @@ from lra.kernels.flash.tiles import (
     visit_list,
 )
 from lra.kernels.flash.tuning import block_dim
-from lra.kernels.plans import Launch
+from lra.kernels.plans import RepeatedLaunch
 
 DELTA_ROWS = 64
 
@@ -153,13 +153,13 @@ def plan_plain_backward(
         problem.scale, problem.scale * LOG2_E, problem.threshold,
     )  # fmt: skip
     shared = dict(D=head_dim, BLOCK_D=block_d, DROPOUT=dropout, **problem.rules)
-    sum_rows = Launch(
+    sum_rows = RepeatedLaunch(
         delta_kernel, triton.cdiv(total, DELTA_ROWS) * heads, *do.stride(), heads, total,
         D=head_dim, BLOCK_D=block_d, ROWS=DELTA_ROWS, enable_fp_fusion=True,
     )  # fmt: skip
     tile = choice.tile
     key_visits, *key_visit_sizes, max_visits = problem.visits(tile.rows, tile.columns, q.device, by_key=True)
-    sum_keys = Launch(
+    sum_keys = RepeatedLaunch(
         dkdv_kernel, triton.cdiv(problem.max_length, tile.columns) * heads * problem.size,
         *key_visit_sizes, *strides, *scalars, **shared, MAX_VISITS=max_visits, ADD_DQ=adds, **tile.options(),
     )  # fmt: skip
@@ -167,7 +167,7 @@ def plan_plain_backward(
     if not adds:
         tile = tuning.find_tile("dq", q.dtype, block_d, dropout, problem.pattern)
         visits, *visit_sizes, max_visits = problem.visits(tile.rows, tile.columns, q.device)
-        sum_queries = Launch(
+        sum_queries = RepeatedLaunch(
             dq_kernel, triton.cdiv(problem.max_length, tile.rows) * heads * problem.size,
             *visit_sizes, *strides, *scalars, **shared, MAX_VISITS=max_visits, **tile.options(),
         )  # fmt: skip

@@ -34,7 +34,7 @@ from lra.kernels.flash.tiles import (
     visited_tile,
 )
 from lra.kernels.flash.tuning import block_dim
-from lra.kernels.plans import Launch
+from lra.kernels.plans import RepeatedLaunch
 
 NAN_SCAN_ROWS = 4096  # rows that `any_nan` reads at a time
 
@@ -169,12 +169,12 @@ def plan_plain_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, choice
         D=head_dim, BLOCK_D=block_dim(head_dim), MAX_VISITS=max_visits, DROPOUT=problem.threshold > 0, **problem.rules,
         **tile.options(),
     )  # fmt: skip
-    attend = Launch(
+    attend = RepeatedLaunch(
         forward_kernel, triton.cdiv(problem.max_length, tile.rows) * heads * problem.size,
         *visit_sizes, *strides, heads, total, problem.max_length, problem.padded_length, scale_log2, problem.threshold,
         **constants, OVERLAP=overlap["OVERLAP"],
     )  # fmt: skip
-    rescan = Launch(
+    rescan = RepeatedLaunch(
         forward_rescan_kernel, heads * problem.size,
         *visit_sizes, *strides, heads, total, scale_log2, problem.threshold,
         **constants, ROWS=NAN_SCAN_ROWS, **overlap,

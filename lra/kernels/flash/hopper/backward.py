@@ -61,7 +61,7 @@ from lra.kernels.hopper import (
     zero_rows_past,
     zero_tile_past,
 )
-from lra.kernels.plans import Launch
+from lra.kernels.plans import RepeatedLaunch
 
 PREPARED_ROWS = 64
 
@@ -289,7 +289,7 @@ def plan_hopper_backward(
     q_tiles, k_tiles, v_tiles = describe_tiles(q, rows), describe_tiles(k, side), describe_tiles(v, side)
     do_tiles = describe_tiles(do, rows)
     dq_tiles = describe_tiles(torch.empty(q.shape, dtype=torch.float32, device="meta"), rows)
-    prepare = Launch(
+    prepare = RepeatedLaunch(
         prepare_backward_kernel, triton.cdiv(total * heads, PREPARED_ROWS),
         do.stride(0), do.stride(1), heads, total, problem.scale * LOG2_E, problem.threshold,
         D=head_dim, ROWS=PREPARED_ROWS, OVERLAP=overlap["OVERLAP"],
@@ -299,12 +299,12 @@ def plan_hopper_backward(
     constants = dict(D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, **overlap)
     visits, *visit_sizes, max_visits = problem.visits(rows, columns, q.device, by_key=True)
     if specialized:
-        sum_keys = Launch(
+        sum_keys = RepeatedLaunch(
             hopper_specialized_kernel, min(tiles, count_multiprocessors(q.device)), tiles, *numbers,
             **constants, num_warps=warps,
         )  # fmt: skip
     else:
-        sum_keys = Launch(
+        sum_keys = RepeatedLaunch(
             hopper_backward_kernel, tiles, *visit_sizes, *numbers, problem.threshold,
             **constants, MAX_VISITS=max_visits, DROPOUT=dropout, num_warps=min(warps, columns // 16),
             maxnreg=(168 if dropout else 128) if head_dim == 32 else None,  # three or four programs on a multiprocessor

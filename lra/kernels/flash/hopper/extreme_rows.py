@@ -33,7 +33,7 @@ from lra.kernels.flash.tiles import (
     store_rows,
     visit_list,
 )
-from lra.kernels.plans import Launch
+from lra.kernels.plans import RepeatedLaunch
 
 TILE_SIDE = 64  # rows and columns of a tile of scores
 EXTREME_SCAN_ROWS = 4096  # rows that `any_extreme` reads at a time
@@ -138,11 +138,11 @@ def plan_finish_dq(q: Tensor, k: Tensor, v: Tensor, do: Tensor, problem: Problem
     by_key, *by_key_sizes, max_visits_by_key = problem.visits(TILE_SIDE, TILE_SIDE, q.device, by_key=True)
     strides = (stride for x in (q, k, v, do) for stride in x.stride()[:2])
     overlap = device.overlap_options(q.device)
-    convert = Launch(
+    convert = RepeatedLaunch(
         convert_dq_kernel, triton.cdiv(q.numel(), CONVERTED_ELEMENTS), problem.scale, q.numel(),
         ELEMENTS=CONVERTED_ELEMENTS, **overlap,
     )  # fmt: skip
-    add_extreme_rows = Launch(
+    add_extreme_rows = RepeatedLaunch(
         extreme_rows_kernel, heads * problem.size, *visit_sizes, *by_key_sizes, *strides,
         heads, total, problem.scale, problem.scale * LOG2_E, -256.0 / (256 - problem.threshold), problem.threshold,
         D=head_dim, SIDE=TILE_SIDE, MAX_VISITS=max_visits, MAX_VISITS_BY_KEY=max_visits_by_key,

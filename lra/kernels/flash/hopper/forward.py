@@ -44,7 +44,7 @@ from lra.kernels.hopper import (
     product_layout,
     zero_tile_past,
 )
-from lra.kernels.plans import Launch
+from lra.kernels.plans import RepeatedLaunch
 
 
 @gluon.jit
@@ -276,7 +276,7 @@ def plan_hopper_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, choic
     rows, columns, warps, stages = choice.tile
     visits, *visit_sizes, max_visits = problem.visits(rows, columns, q.device)
     q_tiles, k_tiles, v_tiles = describe_tiles(q, rows), describe_tiles(k, columns), describe_tiles(v, columns)
-    attend = Launch(
+    attend = RepeatedLaunch(
         hopper_forward_kernel, triton.cdiv(problem.max_length, rows) * heads * problem.size,
         *visit_sizes, heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E,
         problem.threshold,

@@ -47,7 +47,7 @@ from lra.kernels.hopper import (
     skip_head,
     zero_tile_past,
 )
-from lra.kernels.plans import Launch
+from lra.kernels.plans import RepeatedLaunch
 
 GROUP_WARPS = gl.constexpr(4)
 GROUP_QUERIES = gl.constexpr(64)
@@ -353,10 +353,10 @@ def plan_hopper_shared(q: Tensor, k: Tensor, v: Tensor, problem: Problem, choice
     q_tiles, k_tiles, v_tiles = (
         describe_tiles(x, side) for x, side in ((q, GROUP_QUERIES.value), (k, columns), (v, columns))
     )
-    attend = Launch(
+    attend = RepeatedLaunch(
         hopper_shared_kernel, min(tiles, count_multiprocessors(q.device)), tiles, *numbers, STAGES=stages, **constants
     )
-    rescan = Launch(
+    rescan = RepeatedLaunch(
         hopper_rescan_kernel, triton.cdiv(notes, SCANNED_NOTES.value), notes, *numbers, STAGES=2, **constants
     )
 
