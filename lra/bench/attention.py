@@ -223,6 +223,7 @@ def measure_case(
             ms=round_figure(spent and spent.ms),
             tflops=round_figure(spent and density and FLOP_FACTORS[name] * density * case.flops / spent.ms / 1e9),
             memory_mb=round_figure(spent and spent.memory_mb),
+            host_ms=round_figure(spent and spent.host_ms),
             repetitions=spent and spent.repetitions,
             checked=round_figure(verdict.ratio),
             reason="" if spent else reason, made=None,
@@ -284,18 +285,19 @@ def _checked_times(
 
 
 def _pass(times: dict[str, PassTime], name: str) -> PassTime | None:
-    """The time of a pass. `both` is the two in a row: their sum, and the larger of their peaks."""
+    """The time of a pass. `both` is the two in a row: their sums, and the larger of their peaks."""
     if name != "both" or len(times) < 2:
         return times.get(name)
     parts = list(times.values())
     memory = None if parts[0].memory_mb is None else max(part.memory_mb or 0.0 for part in parts)
-    return PassTime(sum(part.ms for part in parts), parts[0].repetitions, memory)
+    host = None if parts[0].host_ms is None else sum(part.host_ms or 0.0 for part in parts)
+    return PassTime(sum(part.ms for part in parts), parts[0].repetitions, memory, host)
 
 
 def attention_tables(
     records: Sequence[AttentionMeasurement], number: str | None = None
 ) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """(title, header, rows) of each pass, then of the memory. A row is a size, a column an attention.
+    """(title, header, rows) of each pass, then of the memory and the host. A row is a size, a column an attention.
 
     A block-sparse attention also shows its density, and its time over density x time of `flash`, where that is
     measured.
@@ -343,6 +345,9 @@ def attention_tables(
     if number not in RUNTIME_TABLES and any(record.memory_mb is not None for record in records):
         widest = max(passes, key=PASSES.index)
         yield table(f"peak memory of {widest}, MB", widest, _memory)
+    if number not in RUNTIME_TABLES and any(record.host_ms is not None for record in records):
+        for name in passes:
+            yield table(f"{name}: ms of the host on an idle GPU", name, _host)
 
 
 def attention_notes(records: Sequence[AttentionMeasurement]) -> list[str]:
@@ -363,6 +368,12 @@ def _speed(record: AttentionMeasurement) -> str:
 
 def _memory(record: AttentionMeasurement) -> str:
     return f"{record.memory_mb:.0f}" if record.ok else _status(record)
+
+
+def _host(record: AttentionMeasurement) -> str:
+    if not record.ok:
+        return _status(record)
+    return "" if record.host_ms is None else f"{record.host_ms:g}"  # older records have none
 
 
 def _status(record: AttentionMeasurement) -> str:

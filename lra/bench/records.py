@@ -84,6 +84,7 @@ class AttentionMeasurement(Measurement):
     ms: float | None = None
     tflops: float | None = None  # 10^12 operations a second
     memory_mb: float | None = None
+    host_ms: float | None = None  # until the pass is launched on an idle GPU; None on a CPU
     repetitions: int | None = None
     checked: float | None = None  # largest error / budget
     reason: str = ""

@@ -13,6 +13,7 @@ import torch
 
 BUDGET_MS = 500.0  # of repetitions, for one attention at one size
 FEWEST_REPETITIONS, MOST_REPETITIONS = 5, 100  # repetitions; of a pass that takes 50 ms or less 10 or more fit
+HOST_REPETITIONS = 20  # at most, for the time of the host
 SLOW_MS = 1000.0  # what takes longer is not repeated
 FIRST_PAUSE, LONGEST_PAUSE = 1 << 21, 1 << 26  # cycles, 1 to 30 ms: doubled until launching a pass takes less
 
@@ -26,14 +27,15 @@ class PassTime(NamedTuple):
     ms: float  # median
     repetitions: int
     memory_mb: float | None  # peak of what is allocated, in 10^6 bytes, inputs and gradients included; None on a CPU
+    host_ms: float | None = None  # until the pass is launched on an idle GPU, median; None on a CPU
 
 
 def time_passes(prepare: Callable[[], Any], steps: TimedSteps, device: torch.device) -> dict[str, PassTime]:
     """Runs `prepare` once, then the steps with its result again and again. The caller has warmed up.
 
     On a GPU the time is the GPU's own, between two events. The launches are queued behind a pause. The pause is longer
-    next time if the GPU was done with it before the last launch. The L2 cache is overwritten before each step. On a CPU
-    the time is the wall clock's.
+    next time if the GPU was done with it before the last launch. The L2 cache is overwritten before each step. The time
+    of the host is measured apart, on an idle GPU. On a CPU the time is the wall clock's.
     """
     memory = _memory(prepare, steps, device) if device.type == "cuda" else dict.fromkeys(steps)
     flush = None
@@ -45,7 +47,8 @@ def time_passes(prepare: Callable[[], Any], steps: TimedSteps, device: torch.dev
     if once < SLOW_MS:
         repetitions = round(min(MOST_REPETITIONS, max(FEWEST_REPETITIONS, BUDGET_MS / max(1e-3, once))))
         medians = _repeat(inputs, steps, repetitions, flush, pauses)
-    return {name: PassTime(medians[name], repetitions, memory[name]) for name in steps}
+    host = dict.fromkeys(steps) if flush is None else _host_times(inputs, steps, min(repetitions, HOST_REPETITIONS))
+    return {name: PassTime(medians[name], repetitions, memory[name], host[name]) for name in steps}
 
 
 def _repeat(
@@ -87,6 +90,20 @@ def _clocked(
     result = step(given)
     end_event.record()
     return result, lambda: begin_event.elapsed_time(end_event), begin_event.query()
+
+
+def _host_times(inputs: Any, steps: TimedSteps, repetitions: int) -> dict[str, float]:
+    """Each step's median milliseconds on the host, which waits for the GPU before each step and not within it."""
+    spent: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repetitions):
+        result = inputs
+        for name, step in steps.items():
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            result = step(result)
+            spent[name].append(1e3 * (time.perf_counter() - begin))
+    torch.cuda.synchronize()
+    return {name: statistics.median(times) for name, times in spent.items()}
 
 
 def clear_gpu(device: torch.device, compiled: bool = True) -> None:

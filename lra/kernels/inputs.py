@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
+
+from lra.kernels.library import runs_eagerly
 
 INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -46,12 +51,13 @@ def check_sequences(
         size, rows = q.shape[:2]
         if start is not None or max_length not in (None, rows):
             raise ValueError("[B, N, H, D] takes no start and no max_length: use length, or the [T, H, D] form")
+        starts = _for_batch(_starts, size, rows, q.device)
         if length is None:
-            length = torch.full((size,), rows, dtype=torch.int32, device=q.device)
+            return starts, _for_batch(_lengths, size, rows, q.device), rows
         _check_per_sequence("length", length, size, q.device)
         if _free_to_read(length):
             _check_lengths(length, rows)
-        return torch.arange(size, dtype=torch.int32, device=q.device) * rows, length.contiguous(), rows
+        return starts, length.contiguous(), rows
 
     if start is None or length is None or max_length is None:
         raise ValueError("[T, H, D] needs start, length and max_length; without them use the [B, N, H, D] form")
@@ -80,9 +86,39 @@ def check_randomness(
     if seed.device != device:
         raise ValueError(f"seed must be on the device of q, {device}, got {seed.device}")
     if index is None:
-        return seed, torch.arange(size, dtype=torch.int32, device=device)
+        return seed, _for_batch(_places, size, 0, device)
     _check_per_sequence("index", index, size, device)
     return seed, index.contiguous()
+
+
+def _for_batch(make: Callable[..., Tensor], size: int, rows: int, device: torch.device) -> Tensor:
+    """`make(size, rows, device)`, which depends on nothing else.
+
+    It is made once for each stream, because another stream would have to wait for it. A CUDA graph makes its own, which
+    lives as long as the graph.
+    """
+    if not runs_eagerly() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return make(size, rows, device)
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    return _made_before(make, size, rows, device, stream)
+
+
+@functools.lru_cache(maxsize=512)
+def _made_before(make: Callable[..., Tensor], size: int, rows: int, device: torch.device, stream: int) -> Tensor:
+    with torch.inference_mode(False):  # autograd saves no tensor of an inference
+        return make(size, rows, device)
+
+
+def _places(size: int, rows: int, device: torch.device) -> Tensor:
+    return torch.arange(size, dtype=torch.int32, device=device)
+
+
+def _starts(size: int, rows: int, device: torch.device) -> Tensor:
+    return _places(size, rows, device) * rows
+
+
+def _lengths(size: int, rows: int, device: torch.device) -> Tensor:
+    return torch.full((size,), rows, dtype=torch.int32, device=device)
 
 
 def _free_to_read(values: Tensor) -> bool:

@@ -22,6 +22,7 @@ from torch import nn
 from lra.batch import Batch
 from lra.errors import name_error
 from lra.kernels.compile_apart import NotCached, cached_only, compile_packed, let_threads_refuse, pack_launches
+from lra.kernels.plans import forget_plans
 from lra.tasks.base import TaskModule
 from lra.timeline import inner_phase
 from lra.training.compiling import compile_workers, kernel_seconds
@@ -66,6 +67,7 @@ def noted_launches() -> Iterator[Compilations]:
     from triton.runtime.jit import JITFunction
 
     launch, noted = JITFunction.run, defaultdict(list)
+    forget_plans()  # a plan that has run launches without JITFunction
 
     def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         noted[id(kernel)].append(partial(launch, kernel, *args, grid=None, warmup=True, **options))

@@ -61,10 +61,25 @@ def test_a_time_is_the_median(monkeypatch):
     assert timing._repeat(1, {"forward": lambda x: x}, 3, None, pauses) == {"forward": 2.0}
 
 
+def test_the_host_waits_before_each_step_and_not_within(monkeypatch):
+    done: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
+
+    def step(given: int) -> int:
+        done.append(given)
+        return given + 1
+
+    times = timing._host_times(1, {"forward": step, "backward": step}, 2)
+    assert done == 2 * ["wait", 1, "wait", 2] + ["wait"]
+    assert times.keys() == {"forward", "backward"} and all(0 < ms < 1000 for ms in times.values())
+
+
 @pytest.mark.parametrize("peaks", [(30.0, 50.0), (50.0, 30.0)])
-def test_both_passes_take_their_sum_and_the_larger_peak(peaks):
-    times = {name: timing.PassTime(2.0, 7, peak) for name, peak in zip(("forward", "backward"), peaks, strict=True)}
-    assert attention._pass(times, "both") == timing.PassTime(4.0, 7, 50.0)
+def test_both_passes_take_their_sums_and_the_larger_peak(peaks):
+    times = {
+        name: timing.PassTime(2.0, 7, peak, 0.5) for name, peak in zip(("forward", "backward"), peaks, strict=True)
+    }
+    assert attention._pass(times, "both") == timing.PassTime(4.0, 7, 50.0, 1.0)
 
 
 @pytest.fixture
@@ -154,7 +169,7 @@ def test_records_tables_and_json(tmp_path):
     assert len(lines) == 8 and len(result.cells) == 24
     by_name = {(r.attention, r.length, r.pass_name): r for r in result.cells}
     record = by_name["flash", 32, "both"]
-    assert record.status == "ok" and 0 < record.checked <= 1 and record.memory_mb is None
+    assert record.status == "ok" and 0 < record.checked <= 1 and record.memory_mb is record.host_ms is None
     assert (record.batch, record.tokens, record.squares) == (2, 64, 2 * 32 * 32)
     assert record.tflops == pytest.approx(3.5 * 4 * 2 * 16 * record.squares / record.ms / 1e9, rel=2e-3)
     assert by_name["cudnn", 16, "forward"].status == "unsupported" and not by_name["cudnn", 16, "forward"].ms
@@ -365,4 +380,4 @@ def test_a_gpu_has_times_and_memory():
     assert {r.status for r in cells} == {"ok"}, attention_notes(cells)
     for r in (r for r in cells if r.pass_name == "both"):
         inputs_and_gradients = 8 * 2 * 4096 * 8 * 64 / 1e6
-        assert r.memory_mb >= inputs_and_gradients and r.ms > 0
+        assert r.memory_mb >= inputs_and_gradients and r.ms > 0 and r.host_ms > 0

@@ -112,6 +112,9 @@ def test_one_table_is_printed_with_what_it_left_out():
     assert len(attention_notes(records)) == 1
     memory = [replace(record, memory_mb=3.0, pass_name="both") for record in records[:1]]
     assert len(list(attention_tables(memory, "11"))) == 1 and list(attention_tables(memory, "21"))[-1][2][0][-1] == "3"
+    host = [replace(record, host_ms=0.25, pass_name="forward") for record in records[:1]]
+    title, _, rows = list(attention_tables([*host, replace(host[0], length=7, host_ms=None)], "21"))[-1]
+    assert title.endswith("forward: ms of the host on an idle GPU") and [row[-1] for row in rows] == ["0.25", ""]
     assert set(RUNTIME_TABLES) == {str(n) for n in range(9, 21)}
 
 

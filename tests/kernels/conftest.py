@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lra.kernels.plans import forget_plans
+
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
@@ -15,3 +17,9 @@ def device() -> torch.device:
     if isinstance(triton.language.cdiv, triton.JITFunction):  # Triton's own functions were set up for compiling
         pytest.fail("Triton was imported before TRITON_INTERPRET=1 was set in tests/conftest.py")
     return torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_plans() -> None:
+    """A plan of an earlier test may hold what that test put in place of a kernel."""
+    forget_plans()

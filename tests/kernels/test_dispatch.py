@@ -152,11 +152,15 @@ def test_hopper_kernels_need_their_gpu_and_a_good_ptxas(ptxas):
     assert not on_hopper()
 
 
+def plan_nothing(*_: Any) -> Any:
+    return lambda *_: ()
+
+
 def test_a_ptxas_that_keeps_hopper_kernels_away_is_warned_of_once(ptxas, monkeypatch):
     from lra.kernels.flash import launch_attention
 
-    monkeypatch.setitem(launch_attention.FORWARD_LAUNCHERS, "forward", lambda *_: ())
-    monkeypatch.setitem(launch_attention.BACKWARD_LAUNCHERS, "dkdv_dq", lambda *_: ())
+    monkeypatch.setitem(launch_attention.FORWARD_PLANNERS, "forward", plan_nothing)
+    monkeypatch.setitem(launch_attention.BACKWARD_PLANNERS, "dkdv_dq", plan_nothing)
     launch_attention._warn.cache_clear()
     ptxas.version = 12, 8
     tuning.forget_tables()
@@ -181,8 +185,8 @@ def test_what_ran_is_noted_by_its_name(monkeypatch):
 
     library.clear_kernels_run()
     monkeypatch.setattr(device, "hopper_refusal", lambda capability: None)
-    monkeypatch.setitem(launch_attention.FORWARD_LAUNCHERS, "hopper_forward", lambda *_: ())
-    monkeypatch.setitem(launch_attention.BACKWARD_LAUNCHERS, "hopper_backward", lambda *_: ())
+    monkeypatch.setitem(launch_attention.FORWARD_PLANNERS, "hopper_forward", plan_nothing)
+    monkeypatch.setitem(launch_attention.BACKWARD_PLANNERS, "hopper_backward", plan_nothing)
     x, none = torch.zeros(8, 1, 32, dtype=HALF), torch.empty(0, dtype=torch.int32)
     problem = Problem(none, none, 8, False, False, 1.0, 0)
     for _ in range(2):

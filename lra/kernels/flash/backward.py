@@ -19,7 +19,7 @@ from torch import Tensor
 from lra.kernels.flash import tuning
 from lra.kernels.flash.dispatch import KernelChoice
 from lra.kernels.flash.gradients import sum_over_keys, sum_over_queries
-from lra.kernels.flash.problem import Problem
+from lra.kernels.flash.problem import BackwardPass, Problem, SequenceTensors
 from lra.kernels.flash.tiles import (
     LOG2_E,
     accumulator_type,
@@ -34,6 +34,7 @@ from lra.kernels.flash.tiles import (
     visit_list,
 )
 from lra.kernels.flash.tuning import block_dim
+from lra.kernels.plans import RepeatedLaunch
 
 DELTA_ROWS = 64
 
@@ -140,39 +141,50 @@ def dq_kernel(
     store_rows(head_pointer(dq_ptr, start, head, row, D), dq_MD * scale, rows_M, length, owned, row, D, BLOCK_D)
 
 
-def launch_plain_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, problem: Problem, choice: KernelChoice
-) -> tuple[Tensor, Tensor, Tensor]:
+def plan_plain_backward(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, problem: Problem, choice: KernelChoice
+) -> BackwardPass:
     """The plain kernels for `launch_attention.launch_flash_backward`."""
     total, heads, head_dim = q.shape
     block_d, dropout, adds = block_dim(head_dim), problem.threshold > 0, choice.kernel == "dkdv_dq"
-    dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
-    dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if adds else None
-    delta = torch.empty_like(softmax[0])
-    sequences = (problem.start, problem.length, problem.seed, problem.index)
     strides = (*q.stride(), *k.stride(), *v.stride(), *do.stride())
     scalars = (
         heads, total, problem.max_length, problem.padded_length,
         problem.scale, problem.scale * LOG2_E, problem.threshold,
     )  # fmt: skip
     shared = dict(D=head_dim, BLOCK_D=block_d, DROPOUT=dropout, **problem.rules)
-    delta_kernel[(triton.cdiv(total, DELTA_ROWS) * heads,)](
-        out, do, delta, *do.stride(), heads, total,
+    sum_rows = RepeatedLaunch(
+        delta_kernel, triton.cdiv(total, DELTA_ROWS) * heads, *do.stride(), heads, total,
         D=head_dim, BLOCK_D=block_d, ROWS=DELTA_ROWS, enable_fp_fusion=True,
     )  # fmt: skip
     tile = choice.tile
-    *visits, max_visits = problem.visits(tile.rows, tile.columns, q.device, by_key=True)
-    dkdv_kernel[(triton.cdiv(problem.max_length, tile.columns) * heads * problem.size,)](
-        q, k, v, do, softmax, delta, dk, dv, dq_sum, *sequences, *visits, *strides, *scalars, **shared,
-        MAX_VISITS=max_visits, ADD_DQ=adds, **tile.options(),
+    key_visits, *key_visit_sizes, max_visits = problem.visits(tile.rows, tile.columns, q.device, by_key=True)
+    sum_keys = RepeatedLaunch(
+        dkdv_kernel, triton.cdiv(problem.max_length, tile.columns) * heads * problem.size,
+        *key_visit_sizes, *strides, *scalars, **shared, MAX_VISITS=max_visits, ADD_DQ=adds, **tile.options(),
     )  # fmt: skip
-    if dq_sum is not None:
-        return dq_sum.to(q.dtype), dk, dv
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    tile = tuning.find_tile("dq", q.dtype, block_d, dropout, problem.pattern)
-    *visits, max_visits = problem.visits(tile.rows, tile.columns, q.device)
-    dq_kernel[(triton.cdiv(problem.max_length, tile.rows) * heads * problem.size,)](
-        q, k, v, do, softmax, delta, dq, *sequences, *visits, *strides, *scalars, **shared, MAX_VISITS=max_visits,
-        **tile.options(),
-    )  # fmt: skip
-    return dq, dk, dv
+    sum_queries, visits = None, None
+    if not adds:
+        tile = tuning.find_tile("dq", q.dtype, block_d, dropout, problem.pattern)
+        visits, *visit_sizes, max_visits = problem.visits(tile.rows, tile.columns, q.device)
+        sum_queries = RepeatedLaunch(
+            dq_kernel, triton.cdiv(problem.max_length, tile.rows) * heads * problem.size,
+            *visit_sizes, *strides, *scalars, **shared, MAX_VISITS=max_visits, **tile.options(),
+        )  # fmt: skip
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, sequences: SequenceTensors
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dk, dv = torch.empty_like(out), torch.empty_like(out)
+        dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if adds else None
+        delta = torch.empty(heads, total, dtype=torch.float32, device=q.device)
+        sum_rows(out, do, delta)
+        sum_keys(q, k, v, do, softmax, delta, dk, dv, dq_sum, *sequences, key_visits)
+        if dq_sum is not None:
+            return dq_sum.to(q.dtype), dk, dv
+        assert sum_queries is not None
+        dq = torch.empty_like(out)
+        sum_queries(q, k, v, do, softmax, delta, dq, *sequences, visits)
+        return dq, dk, dv
+
+    return run

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from lra.kernels.dropout import dropout_threshold
-from lra.kernels.flash.flash_ops import flash_forward
+from lra.kernels.flash.flash_ops import FlashFunction, flash_forward, run_flash_forward
 from lra.kernels.flash.layout import Layout
+from lra.kernels.flash.padding import as_rows, flattens
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.sdpa import sdpa_attention
 from lra.kernels.impl import resolve_impl
 from lra.kernels.inputs import check_inputs, check_randomness, check_sequences
+from lra.kernels.library import needs_no_dispatcher
 
 MAX_HEAD_DIM = 128  # of the Triton kernels; a wider tile does not fit in registers
 
@@ -109,7 +111,6 @@ def attend_sequences(
     """Dense attention, or block-sparse attention with a layout. `impl=fallback_name` computes it by `fallback`."""
     check_inputs(q, k, v)
     impl = resolve_impl(impl, q.device, deterministic, fallback_name)
-    q_rows, k_rows, v_rows = (x.flatten(0, 1) if x.dim() == 4 else x for x in (q, k, v))
     start, length, max_length = check_sequences(q, start, length, max_length)
     if layout is not None and max_length > min(layout.size):
         raise ValueError(f"the layout covers {min(layout.size)} tokens, and max_length is {max_length}")
@@ -120,16 +121,20 @@ def attend_sequences(
     seed, index = (
         check_randomness(seed, index, len(start), q.device) if threshold and impl == "triton" else (None, None)
     )
-    padded = bool(len(q_rows) == len(start) * max_length)  # the operator needs a bool, also for traced shapes
+    rows = len(q) if q.dim() == 3 else q.shape[0] * q.shape[1]
+    padded = bool(rows == len(start) * max_length)  # the operator needs a bool, also for traced shapes
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     key = None if layout is None else layout.key
     problem = (start, length, max_length, padded, causal, scale, threshold, seed, index, deterministic, key)
 
     if impl == fallback_name:
         with torch.autocast(q.device.type, enabled=False):  # as in the kernels: the result has the dtype of q
-            return fallback(q_rows, k_rows, v_rows, Problem(*problem)).view(q.shape)
+            return fallback(as_rows(q), as_rows(k), as_rows(v), Problem(*problem)).view(q.shape)
     _check_triton(q, layout, fallback_name)
-    out, _ = flash_forward(q_rows, k_rows, v_rows, *problem)
+    direct = needs_no_dispatcher(q, k, v, start, length, seed, index)
+    if direct and all(map(flattens, (q, k, v))) and type(causal) is type(deterministic) is bool:
+        return FlashFunction.apply(run_flash_forward, q, k, v, problem)[0]
+    out, _ = flash_forward(as_rows(q), as_rows(k), as_rows(v), *problem)
     return out.view(q.shape)
 
 

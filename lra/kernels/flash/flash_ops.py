@@ -5,13 +5,14 @@ torch.compile treats an operator as one node: the graph does not break, and tens
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lra.kernels.flash.problem import Problem
-from lra.kernels.library import LIBRARY, define_operator, forbid_second_derivative
+from lra.kernels.library import LIBRARY, define_operator, forbid_second_derivative, needs_no_dispatcher
 
 PROBLEM_SCHEMA = (  # the fields of `Problem`, in their order
     "Tensor start, Tensor length, SymInt max_length, bool padded, bool causal, float scale, int threshold, "
@@ -20,14 +21,20 @@ PROBLEM_SCHEMA = (  # the fields of `Problem`, in their order
 
 
 class FlashFunction(torch.autograd.Function):
-    """The first derivative of the result with respect to q, k and v. The softmax statistics have none."""
+    """The first derivative of the result with respect to q, k and v. The softmax statistics have none.
+
+    Args:
+        compute: `run_flash_forward`, or the operator without its derivative.
+        problem: the fields of `Problem`. They are one argument, because PyTorch looks at each.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():  # without it the operator would call this function again
-            out, softmax = flash_forward(q, k, v, *problem)
+    def forward(
+        ctx: Any, compute: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, problem: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor]:
         # The tensors of the problem are saved, too: autograd then notices if the caller overwrites one too early.
         start, length, *numbers, seed, index, deterministic, layout = problem
+        out, softmax = compute(q, k, v, *problem)
         ctx.save_for_backward(q, k, v, out, softmax, start, length, seed, index)
         ctx.numbers, ctx.rest = numbers, (deterministic, layout)
         ctx.mark_non_differentiable(softmax)
@@ -37,12 +44,24 @@ class FlashFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if do is None:
-            return (None,) * len(ctx.needs_input_grad)
+            return None, None, None, None, None
         q, k, v, out, softmax, start, length, seed, index = ctx.saved_tensors
         problem = (start, length, *ctx.numbers, seed, index, *ctx.rest)
-        with torch.no_grad():
-            gradients = flash_backward(q, k, v, out, softmax, do, *problem)
-        return *forbid_second_derivative(gradients, q, k, v, do), *(None,) * len(problem)
+        if needs_no_dispatcher(q, k, v, out, softmax, do, start, length, seed, index):
+            gradients = run_flash_backward(q, k, v, out, softmax, do, *problem)
+        else:
+            with torch.no_grad():
+                gradients = flash_backward(q, k, v, out, softmax, do, *problem)
+        return None, *forbid_second_derivative(gradients, q, k, v, do), None
+
+
+def flash_forward_below_autograd(q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():  # without it the operator would call FlashFunction again
+        return flash_forward(q, k, v, *problem)  # type: ignore[no-any-return]
+
+
+def differentiable_flash_forward(q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
+    return FlashFunction.apply(flash_forward_below_autograd, q, k, v, problem)  # type: ignore[no-any-return]
 
 
 # The first call imports Triton, so that a machine without Triton can use the fallback.
@@ -82,4 +101,4 @@ flash_backward = define_operator(
     run_flash_backward,
     fake_flash_backward,
 )
-LIBRARY.impl("flash_forward", FlashFunction.apply, "Autograd")
+LIBRARY.impl("flash_forward", differentiable_flash_forward, "Autograd")

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lra.kernels import device
 from lra.kernels.flash.dispatch import KernelChoice
-from lra.kernels.flash.problem import Problem
+from lra.kernels.flash.problem import ForwardPass, Problem, SequenceTensors
 from lra.kernels.flash.tiles import (
     LOG2_E,
     accumulator_type,
@@ -34,6 +34,7 @@ from lra.kernels.flash.tiles import (
     visited_tile,
 )
 from lra.kernels.flash.tuning import block_dim
+from lra.kernels.plans import RepeatedLaunch
 
 NAN_SCAN_ROWS = 4096  # rows that `any_nan` reads at a time
 
@@ -158,27 +159,34 @@ def any_nan(pointer, begin, end, ROWS: tl.constexpr):
     return found > 0
 
 
-def launch_plain_forward(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, choice: KernelChoice
-) -> tuple[Tensor, Tensor]:
+def plan_plain_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, choice: KernelChoice) -> ForwardPass:
     """The plain kernels for `launch_attention.launch_flash_forward`."""
     total, heads, head_dim = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    softmax = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
-    tile, overlap = choice.tile, device.overlap_options(q.device)
-    *visits, max_visits = problem.visits(tile.rows, tile.columns, q.device)
-    tensors = (q, k, v, out, softmax, problem.start, problem.length, problem.seed, problem.index, *visits)
+    tile, overlap, rescans = choice.tile, device.overlap_options(q.device), q.dtype != torch.float32
+    visits, *visit_sizes, max_visits = problem.visits(tile.rows, tile.columns, q.device)
     strides, scale_log2 = (*q.stride(), *k.stride(), *v.stride()), problem.scale * LOG2_E
     constants = dict(
-        D=head_dim, BLOCK_D=block_dim(head_dim), MAX_VISITS=max_visits, DROPOUT=problem.threshold > 0, **problem.rules
-    )
-    forward_kernel[(triton.cdiv(problem.max_length, tile.rows) * heads * problem.size,)](
-        *tensors, *strides, heads, total, problem.max_length, problem.padded_length, scale_log2, problem.threshold,
-        **constants, **tile.options(), OVERLAP=overlap["OVERLAP"],
+        D=head_dim, BLOCK_D=block_dim(head_dim), MAX_VISITS=max_visits, DROPOUT=problem.threshold > 0, **problem.rules,
+        **tile.options(),
     )  # fmt: skip
-    if q.dtype != torch.float32:
-        forward_rescan_kernel[(heads * problem.size,)](
-            *tensors, *strides, heads, total, scale_log2, problem.threshold,
-            **constants, **tile.options(), ROWS=NAN_SCAN_ROWS, **overlap,
-        )  # fmt: skip
-    return out, softmax
+    attend = RepeatedLaunch(
+        forward_kernel, triton.cdiv(problem.max_length, tile.rows) * heads * problem.size,
+        *visit_sizes, *strides, heads, total, problem.max_length, problem.padded_length, scale_log2, problem.threshold,
+        **constants, OVERLAP=overlap["OVERLAP"],
+    )  # fmt: skip
+    rescan = RepeatedLaunch(
+        forward_rescan_kernel, heads * problem.size,
+        *visit_sizes, *strides, heads, total, scale_log2, problem.threshold,
+        **constants, ROWS=NAN_SCAN_ROWS, **overlap,
+    )  # fmt: skip
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sequences: SequenceTensors) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        softmax = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
+        tensors = (q, k, v, out, softmax, *sequences, visits)
+        attend(*tensors)
+        if rescans:
+            rescan(*tensors)
+        return out, softmax
+
+    return run

@@ -1,4 +1,4 @@
-"""Ragged rows as a padded batch and back, for the fallbacks in plain PyTorch. Nothing here waits for a device."""
+"""Ragged rows as a padded batch and back. Nothing here waits for a device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ import torch
 from torch import Tensor
 
 from lra.kernels.flash.problem import Problem
+
+
+def flattens(x: Tensor) -> bool:
+    """Whether `[B, N, H, D]` is a view of `[B * N, H, D]`, or `x` is `[T, H, D]`."""
+    return x.dim() == 3 or x.stride(0) == x.shape[1] * x.stride(1) or 1 in x.shape[:2]
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """`[T, H, D]` of `[B, N, H, D]` or of itself."""
+    return x.flatten(0, 1) if x.dim() == 4 else x
 
 
 def row_slots(problem: Problem, total: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,14 @@ import torch
 from torch import Tensor
 
 from lra.kernels.flash.layout import ALL_TILES, Layout, Visits, find_layout
+
+# what a pass reads of its sequences: start, length, seed, index
+SequenceTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+# (q, k, v, sequences) to (result, softmax); (q, k, v, result, softmax, do, sequences) to (dq, dk, dv)
+ForwardPass = Callable[[Tensor, Tensor, Tensor, SequenceTensors], tuple[Tensor, Tensor]]
+BackwardPass = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, SequenceTensors], tuple[Tensor, Tensor, Tensor]
+]
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,17 @@ class Problem:
     @property
     def size(self) -> int:
         return self.start.numel()
+
+    @property
+    def sequences(self) -> SequenceTensors:
+        return self.start, self.length, self.seed, self.index
+
+    @property
+    def numbers(self) -> tuple[Hashable, ...]:
+        """All but the sequences."""
+        return (
+            self.max_length, self.padded, self.causal, self.scale, self.threshold, self.deterministic, self.layout
+        )  # fmt: skip
 
     @property
     def padded_length(self) -> int:

@@ -24,6 +24,7 @@ from lra import environment
 from lra.errors import UsageError
 from lra.kernels import device
 from lra.kernels.flash.layout import Layout
+from lra.kernels.plans import forget_plans
 from lra.reading import is_number, read_json
 
 KERNELS = (
@@ -103,10 +104,12 @@ def force_tile(kernel: str, tile: Tile) -> Iterator[set[str]]:
     """
     forced_tiles[kernel] = tile
     _asked.clear()
+    forget_plans()
     try:
         yield _asked
     finally:
         del forced_tiles[kernel]
+        forget_plans()
 
 
 forced_tiles: dict[str, Tile] = {}  # no context variable, because autograd calls the backward in another thread
@@ -225,7 +228,8 @@ def write_table(table: TileTable) -> None:
 
 
 def forget_tables() -> None:
-    """Forget cached tables and facts of the GPU. Call it after a table was written."""
+    """Forget cached tables, facts of the GPU, and what was planned by them. Call it after a table was written."""
+    forget_plans()
     for cached in (_tile, _tables, device.describe_gpu):
         cached.cache_clear()
 

@@ -27,9 +27,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lra.kernels import device
 from lra.kernels.device import count_multiprocessors
-from lra.kernels.flash.dispatch import KernelChoice, has_contiguous_heads
+from lra.kernels.flash.dispatch import KernelChoice
 from lra.kernels.flash.hopper.backward_specialized import hopper_specialized_kernel
-from lra.kernels.flash.hopper.extreme_rows import finish_dq
+from lra.kernels.flash.hopper.extreme_rows import plan_finish_dq
 from lra.kernels.flash.hopper.tiles import (
     draw_backward,
     dropout_key,
@@ -45,22 +45,23 @@ from lra.kernels.flash.hopper.tiles import (
     visit_list,
     visited_tile,
 )
-from lra.kernels.flash.problem import Problem
+from lra.kernels.flash.problem import BackwardPass, Problem, SequenceTensors
 from lra.kernels.flash.tiles import LOG2_E, is_extreme
 from lra.kernels.hopper import (
     add_tile_async,
     advance_slot,
     allocate_barriers,
     barrier,
+    describe_tiles,
     drop_backward,
     invalidate_barriers,
     load_tile_async,
-    make_descriptor,
     product_layout,
     store_accumulator,
     zero_rows_past,
     zero_tile_past,
 )
+from lra.kernels.plans import RepeatedLaunch
 
 PREPARED_ROWS = 64
 
@@ -276,42 +277,53 @@ def hopper_backward_kernel(
     invalidate_barriers(ready)
 
 
-def launch_hopper_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, problem: Problem, choice: KernelChoice
-) -> tuple[Tensor, Tensor, Tensor]:
+def plan_hopper_backward(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, problem: Problem, choice: KernelChoice
+) -> BackwardPass:
     """Hopper's kernels for `launch_attention.launch_flash_backward`. They sum dQ in fp32, in any order."""
     total, heads, head_dim = q.shape
-    if not has_contiguous_heads(do):  # for example the expanded gradient of a sum
-        do = do.contiguous()
     dropout, overlap = problem.threshold > 0, device.overlap_options(q.device)
-    stats = torch.empty_like(softmax)
-    taken = torch.empty(1, dtype=torch.int32, device=q.device)
-    dq_sum = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
-    prepare_backward_kernel[(triton.cdiv(total * heads, PREPARED_ROWS),)](
-        out, do, softmax, stats, dq_sum, taken, do.stride(0), do.stride(1), heads, total, problem.scale * LOG2_E,
-        problem.threshold, D=head_dim, ROWS=PREPARED_ROWS, OVERLAP=overlap["OVERLAP"],
-    )  # fmt: skip
     rows, columns, warps, stages = choice.tile
+    specialized = choice.kernel == "hopper_specialized"
+    side = columns // 2 if specialized else columns
+    q_tiles, k_tiles, v_tiles = describe_tiles(q, rows), describe_tiles(k, side), describe_tiles(v, side)
+    do_tiles = describe_tiles(do, rows)
+    dq_tiles = describe_tiles(torch.empty(q.shape, dtype=torch.float32, device="meta"), rows)
+    prepare = RepeatedLaunch(
+        prepare_backward_kernel, triton.cdiv(total * heads, PREPARED_ROWS),
+        do.stride(0), do.stride(1), heads, total, problem.scale * LOG2_E, problem.threshold,
+        D=head_dim, ROWS=PREPARED_ROWS, OVERLAP=overlap["OVERLAP"],
+    )  # fmt: skip
     tiles = triton.cdiv(problem.max_length, columns) * heads * problem.size
-    scales = problem.scale, problem.scale * LOG2_E
-    if choice.kernel == "hopper_specialized":
-        hopper_specialized_kernel[(min(tiles, count_multiprocessors(q.device)),)](
-            make_descriptor(q, rows), make_descriptor(k, columns // 2), make_descriptor(v, columns // 2),
-            make_descriptor(do, rows), stats, make_descriptor(dq_sum, rows), dk, dv,
-            problem.start, problem.length, taken,
-            tiles, heads, total, problem.max_length, problem.padded_length, *scales,
-            D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, num_warps=warps, **overlap,
+    numbers = heads, total, problem.max_length, problem.padded_length, problem.scale, problem.scale * LOG2_E
+    constants = dict(D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, **overlap)
+    visits, *visit_sizes, max_visits = problem.visits(rows, columns, q.device, by_key=True)
+    if specialized:
+        sum_keys = RepeatedLaunch(
+            hopper_specialized_kernel, min(tiles, count_multiprocessors(q.device)), tiles, *numbers,
+            **constants, num_warps=warps,
         )  # fmt: skip
     else:
-        *visits, max_visits = problem.visits(rows, columns, q.device, by_key=True)
-        hopper_backward_kernel[(tiles,)](
-            make_descriptor(q, rows), make_descriptor(k, columns), make_descriptor(v, columns),
-            make_descriptor(do, rows), stats, make_descriptor(dq_sum, rows), dk, dv,
-            problem.start, problem.length, problem.seed, problem.index, *visits,
-            heads, total, problem.max_length, problem.padded_length, *scales, problem.threshold,
-            D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, MAX_VISITS=max_visits, DROPOUT=dropout,
-            num_warps=min(warps, columns // 16), **overlap,
+        sum_keys = RepeatedLaunch(
+            hopper_backward_kernel, tiles, *visit_sizes, *numbers, problem.threshold,
+            **constants, MAX_VISITS=max_visits, DROPOUT=dropout, num_warps=min(warps, columns // 16),
             maxnreg=(168 if dropout else 128) if head_dim == 32 else None,  # three or four programs on a multiprocessor
         )  # fmt: skip
-    return finish_dq(q, k, v, do, softmax, stats, dq_sum, dk, dv, problem), dk, dv
+    finish = plan_finish_dq(q, k, v, do, problem)
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, sequences: SequenceTensors
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        stats = torch.empty_like(softmax)
+        taken = torch.empty(1, dtype=torch.int32, device=q.device)
+        dq_sum = torch.empty_like(out, dtype=torch.float32)
+        dk, dv = torch.empty_like(out), torch.empty_like(out)
+        prepare(out, do, softmax, stats, dq_sum, taken)
+        tensors = (q_tiles(q), k_tiles(k), v_tiles(v), do_tiles(do), stats, dq_tiles(dq_sum), dk, dv)
+        if specialized:
+            sum_keys(*tensors, *sequences[:2], taken)
+        else:
+            sum_keys(*tensors, *sequences, visits)
+        return finish(q, k, v, do, softmax, stats, dq_sum, dk, dv, sequences), dk, dv
+
+    return run

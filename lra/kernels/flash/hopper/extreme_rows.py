@@ -11,6 +11,8 @@ for one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lra.kernels import device
 from lra.kernels.flash.gradients import sum_over_keys, sum_over_queries
-from lra.kernels.flash.problem import Problem
+from lra.kernels.flash.problem import Problem, SequenceTensors
 from lra.kernels.flash.tiles import (
     LOG2_E,
     dropout_key,
@@ -31,6 +33,7 @@ from lra.kernels.flash.tiles import (
     store_rows,
     visit_list,
 )
+from lra.kernels.plans import RepeatedLaunch
 
 TILE_SIDE = 64  # rows and columns of a tile of scores
 EXTREME_SCAN_ROWS = 4096  # rows that `any_extreme` reads at a time
@@ -63,9 +66,9 @@ def convert_dq_kernel(sum_ptr, dq_ptr, scale, elements, ELEMENTS: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["layouts", "tiles", "by_key_layouts", "by_key_tiles", "heads", "total", "threshold"])
 def extreme_rows_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, softmax_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,
-    start_ptr, length_ptr, seed_ptr, index_ptr,
-    visits_ptr, layouts, tiles, by_key_ptr, by_key_layouts, by_key_tiles,
+    q_ptr, k_ptr, v_ptr, do_ptr, softmax_ptr, stats_ptr, dq_ptr, dk_ptr, dv_ptr,
+    start_ptr, length_ptr, seed_ptr, index_ptr, visits_ptr, by_key_ptr,
+    layouts, tiles, by_key_layouts, by_key_tiles,
     q_row, q_head, k_row, k_head, v_row, v_head, do_row, do_head,
     heads, total, scale, scale_log2, delta_factor, threshold,
     D: tl.constexpr, SIDE: tl.constexpr, MAX_VISITS: tl.constexpr, MAX_VISITS_BY_KEY: tl.constexpr,
@@ -86,6 +89,7 @@ def extreme_rows_kernel(
         k_ptr = head_pointer(k_ptr, start, head, k_row, k_head)
         v_ptr = head_pointer(v_ptr, start, head, v_row, v_head)
         do_ptr = head_pointer(do_ptr, start, head, do_row, do_head)
+        delta_ptr = stats_ptr + heads.to(tl.int64) * total  # `prepare_backward_kernel` stores it as the second part
         row = heads * D
         dk_ptr = head_pointer(dk_ptr, start, head, row, D)
         dv_ptr = head_pointer(dv_ptr, start, head, row, D)
@@ -123,31 +127,36 @@ def extreme_rows_kernel(
             tl.store(dq_ptr + offset, (dq * scale).to(dq_ptr.dtype.element_ty), mask=own[:, None])
 
 
-def finish_dq(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, softmax: Tensor, stats: Tensor, dq_sum: Tensor, dk: Tensor, dv: Tensor,
-    problem: Problem,
-) -> Tensor:  # fmt: skip
-    """dQ, `[T, H, D]`, from its fp32 sum. It adds the contribution of extreme rows to dq, dk and dv.
+def plan_finish_dq(q: Tensor, k: Tensor, v: Tensor, do: Tensor, problem: Problem) -> Callable[..., Tensor]:
+    """Computes dQ, `[T, H, D]`, from its fp32 sum. It adds the contribution of extreme rows to dq, dk and dv.
 
     `stats` comes from `backward.prepare_backward_kernel`. Its second part is -r * delta with the keep rate r of
     dropout.
     """
     total, heads, head_dim = q.shape
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    *visits, max_visits = problem.visits(TILE_SIDE, TILE_SIDE, q.device)
-    *by_key, max_visits_by_key = problem.visits(TILE_SIDE, TILE_SIDE, q.device, by_key=True)
+    visits, *visit_sizes, max_visits = problem.visits(TILE_SIDE, TILE_SIDE, q.device)
+    by_key, *by_key_sizes, max_visits_by_key = problem.visits(TILE_SIDE, TILE_SIDE, q.device, by_key=True)
     strides = (stride for x in (q, k, v, do) for stride in x.stride()[:2])
     overlap = device.overlap_options(q.device)
-    with torch.cuda.device_of(q):
-        convert_dq_kernel[(triton.cdiv(dq.numel(), CONVERTED_ELEMENTS),)](
-            dq_sum, dq, problem.scale, dq.numel(), ELEMENTS=CONVERTED_ELEMENTS, **overlap
-        )
-        extreme_rows_kernel[(heads * problem.size,)](
-            q, k, v, do, softmax, stats[1], dq, dk, dv,
-            problem.start, problem.length, problem.seed, problem.index, *visits, *by_key, *strides,
-            heads, total, problem.scale, problem.scale * LOG2_E, -256.0 / (256 - problem.threshold),
-            problem.threshold, D=head_dim, SIDE=TILE_SIDE, MAX_VISITS=max_visits, MAX_VISITS_BY_KEY=max_visits_by_key,
-            DROPOUT=problem.threshold > 0, SCAN_ROWS=EXTREME_SCAN_ROWS, **overlap,
-            num_warps=4 if head_dim <= 64 else 8, num_stages=1, enable_fp_fusion=True,
-        )  # fmt: skip
-    return dq
+    convert = RepeatedLaunch(
+        convert_dq_kernel, triton.cdiv(q.numel(), CONVERTED_ELEMENTS), problem.scale, q.numel(),
+        ELEMENTS=CONVERTED_ELEMENTS, **overlap,
+    )  # fmt: skip
+    add_extreme_rows = RepeatedLaunch(
+        extreme_rows_kernel, heads * problem.size, *visit_sizes, *by_key_sizes, *strides,
+        heads, total, problem.scale, problem.scale * LOG2_E, -256.0 / (256 - problem.threshold), problem.threshold,
+        D=head_dim, SIDE=TILE_SIDE, MAX_VISITS=max_visits, MAX_VISITS_BY_KEY=max_visits_by_key,
+        DROPOUT=problem.threshold > 0, SCAN_ROWS=EXTREME_SCAN_ROWS, **overlap,
+        num_warps=4 if head_dim <= 64 else 8, num_stages=1, enable_fp_fusion=True,
+    )  # fmt: skip
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, do: Tensor, softmax: Tensor, stats: Tensor, dq_sum: Tensor,
+        dk: Tensor, dv: Tensor, sequences: SequenceTensors,
+    ) -> Tensor:  # fmt: skip
+        dq = torch.empty_like(dk)
+        convert(dq_sum, dq)
+        add_extreme_rows(q, k, v, do, softmax, stats, dq, dk, dv, *sequences, visits, by_key)
+        return dq
+
+    return run

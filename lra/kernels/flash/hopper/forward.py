@@ -32,18 +32,19 @@ from lra.kernels.flash.hopper.tiles import (
     visit_list,
     visited_tile,
 )
-from lra.kernels.flash.problem import Problem
+from lra.kernels.flash.problem import ForwardPass, Problem, SequenceTensors
 from lra.kernels.flash.tiles import LOG2_E
 from lra.kernels.hopper import (
     advance_slot,
     allocate_barriers,
+    describe_tiles,
     drop_forward,
     invalidate_barriers,
     load_tile_async,
-    make_descriptor,
     product_layout,
     zero_tile_past,
 )
+from lra.kernels.plans import RepeatedLaunch
 
 
 @gluon.jit
@@ -269,21 +270,25 @@ def hopper_forward_kernel(
     invalidate_barriers(q_ready)
 
 
-def launch_hopper_forward(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, choice: KernelChoice
-) -> tuple[Tensor, Tensor]:
+def plan_hopper_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, choice: KernelChoice) -> ForwardPass:
     """Hopper's kernel for `launch_attention.launch_flash_forward`."""
     total, heads, head_dim = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    softmax = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
     rows, columns, warps, stages = choice.tile
-    *visits, max_visits = problem.visits(rows, columns, q.device)
-    hopper_forward_kernel[(triton.cdiv(problem.max_length, rows) * heads * problem.size,)](
-        make_descriptor(q, rows), make_descriptor(k, columns), make_descriptor(v, columns), out, softmax,
-        problem.start, problem.length, problem.seed, problem.index, *visits,
-        heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E, problem.threshold,
+    visits, *visit_sizes, max_visits = problem.visits(rows, columns, q.device)
+    q_tiles, k_tiles, v_tiles = describe_tiles(q, rows), describe_tiles(k, columns), describe_tiles(v, columns)
+    attend = RepeatedLaunch(
+        hopper_forward_kernel, triton.cdiv(problem.max_length, rows) * heads * problem.size,
+        *visit_sizes, heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E,
+        problem.threshold,
         D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, MAX_VISITS=max_visits, DROPOUT=problem.threshold > 0,
         num_warps=min(warps, rows // 16),
         maxnreg=168 if head_dim <= 64 else None,  # three programs on a multiprocessor
     )  # fmt: skip
-    return out, softmax
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sequences: SequenceTensors) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        softmax = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
+        attend(q_tiles(q), k_tiles(k), v_tiles(v), out, softmax, *sequences, visits)
+        return out, softmax
+
+    return run

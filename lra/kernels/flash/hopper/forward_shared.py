@@ -31,7 +31,7 @@ from lra.kernels.flash.hopper.forward import (
     thread_sums,
 )
 from lra.kernels.flash.hopper.tiles import Sequences, dropout_key, owned_tile, sequence_tile
-from lra.kernels.flash.problem import Problem
+from lra.kernels.flash.problem import ForwardPass, Problem, SequenceTensors
 from lra.kernels.flash.tiles import LOG2_E
 from lra.kernels.hopper import (
     advance_slot,
@@ -39,14 +39,15 @@ from lra.kernels.hopper import (
     await_tile,
     barrier,
     claim_tile,
+    describe_tiles,
     invalidate_barriers,
     load_tile_async,
-    make_descriptor,
     product_layout,
     publish_tile,
     skip_head,
     zero_tile_past,
 )
+from lra.kernels.plans import RepeatedLaunch
 
 GROUP_WARPS = gl.constexpr(4)
 GROUP_QUERIES = gl.constexpr(64)
@@ -339,27 +340,33 @@ def hopper_rescan_kernel(
     invalidate_barriers(q_ready)
 
 
-def launch_hopper_shared(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, choice: KernelChoice
-) -> tuple[Tensor, Tensor]:
+def plan_hopper_shared(q: Tensor, k: Tensor, v: Tensor, problem: Problem, choice: KernelChoice) -> ForwardPass:
     """Hopper's shared-key kernels for `launch_attention.launch_flash_forward`."""
     total, heads, head_dim = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    softmax = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
     rows, columns, _, stages = choice.tile
     tiles, groups = triton.cdiv(problem.max_length, rows) * heads * problem.size, rows // GROUP_QUERIES.value
-    state = torch.zeros(4 + tiles * groups, dtype=torch.int32, device=q.device)  # the notes begin after 16 bytes
-    taken, rescan = state[:1], state[4:]
-    descriptors = make_descriptor(q, GROUP_QUERIES.value), make_descriptor(k, columns), make_descriptor(v, columns)
-    sequences = problem.start, problem.length, problem.seed, problem.index
+    notes = tiles * groups
     numbers = heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E, problem.threshold
     constants = dict(
         D=head_dim, BLOCK_N=columns, GROUPS=groups, DROPOUT=problem.threshold > 0, num_warps=GROUP_WARPS.value
     )
-    hopper_shared_kernel[(min(tiles, count_multiprocessors(q.device)),)](
-        *descriptors, out, softmax, rescan, *sequences, taken, tiles, *numbers, STAGES=stages, **constants
+    q_tiles, k_tiles, v_tiles = (
+        describe_tiles(x, side) for x, side in ((q, GROUP_QUERIES.value), (k, columns), (v, columns))
     )
-    hopper_rescan_kernel[(triton.cdiv(len(rescan), SCANNED_NOTES.value),)](
-        *descriptors, out, softmax, rescan, *sequences, len(rescan), *numbers, STAGES=2, **constants
+    attend = RepeatedLaunch(
+        hopper_shared_kernel, min(tiles, count_multiprocessors(q.device)), tiles, *numbers, STAGES=stages, **constants
     )
-    return out, softmax
+    rescan = RepeatedLaunch(
+        hopper_rescan_kernel, triton.cdiv(notes, SCANNED_NOTES.value), notes, *numbers, STAGES=2, **constants
+    )
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sequences: SequenceTensors) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        softmax = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
+        state = torch.zeros(4 + notes, dtype=torch.int32, device=q.device)  # the notes begin after 16 bytes
+        tensors = (q_tiles(q), k_tiles(k), v_tiles(v), out, softmax, state[4:], *sequences)
+        attend(*tensors, state)
+        rescan(*tensors)
+        return out, softmax
+
+    return run
