@@ -51,8 +51,6 @@ class TargetDriver:
 
 
 class LaunchPickler(pickle.Pickler):
-    """Writes the name and the hash of a kernel, and a stand-in for a tensor."""
-
     def reducer_override(self, obj: Any) -> Any:
         from triton.runtime.jit import JITFunction
 
