@@ -14,7 +14,10 @@ from torch.profiler import ProfilerActivity, profile
 # PyTorch's operators has no kernels of its own: its products are matrix products, and the rest is layers.
 KERNEL_GROUPS = {
     # templates are products
-    "layers": r"^(fold|unfold|sum|(project|feed_forward|embed|table|pool)\w*)_kernel|^triton_(?!tem_|flex_)|embedding",
+    "layers": r"^(fold|unfold|sum|(project|feed_forward|embed|table|pool)\w*)_kernel"
+    r"|^(rotate_back|out|up|down|hidden_backward|out_backward)_kernel"  # of wide models
+    r"|^(chunk_state|average|coefficient_gradient)_kernel"  # moving averages
+    r"|^triton_(?!tem_|flex_)|embedding",
     "attention": r"^(hopper_\w+|forward\w*|softmax_\w+|prepare_backward|convert_dq|extreme_rows|delta|dkdv|dq)_kernel"
     r"|flash|fmha|sdpa|flex_",
     "matrix products": r"^triton_tem_|nvjet|gemm|gemv|cutlass|cublas|xmma|splitk",

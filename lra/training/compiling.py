@@ -21,15 +21,6 @@ AUTOTUNING = "CachingAutotuner.benchmark_all_configs"  # what PyTorch calls it
 # on, and compiles again when a batch is the first on the other side: a batch of ListOps has about so many.
 ANY_ROWS: Any = {"triton.mix_order_reduction_non_strict_mode": True}
 
-kernel_seconds: Counter[str] = Counter()  # that Triton took for each kernel, in this process and in `compile_workers`
-
-
-def compile_workers() -> Any:
-    """The processes in which torch.compile compiles kernels, an executor; None if it has none."""
-    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
-
-    return AsyncCompile.process_pool() if get_compile_threads() > 1 else None
-
 
 def compile_batched(function: Callable[[Batch], Tensor], deterministic: bool) -> Callable[[Batch], Tensor]:
     """Compiles a function.
@@ -94,19 +85,19 @@ def record_compiled_kernels(timeline: Timeline) -> None:
     those of the main thread, which waited for them."""
     from triton import knobs
 
-    kernel_seconds.clear()
+    seconds: Counter[str] = Counter()
     waited = 0.0
 
     def listen(*, metadata: dict[str, Any], times: Any, cache_hit: bool, **_: Any) -> None:
         nonlocal waited
         if not cache_hit:
-            kernel_seconds[metadata["name"]] += times.total / 1e6
+            seconds[metadata["name"]] += times.total / 1e6
             if threading.current_thread() is threading.main_thread():
                 waited += times.total / 1e6
 
     knobs.compilation.listener = listen
     timeline.count("compiling kernels", lambda: waited)
-    timeline.facts["kernels"] = lambda: {name: round(took, 3) for name, took in kernel_seconds.most_common()}
+    timeline.facts["kernels"] = lambda: {name: round(took, 3) for name, took in seconds.most_common()}
 
 
 def record_compiled_regions(timeline: Timeline) -> None:

@@ -1,18 +1,17 @@
 """Compiles the Triton kernels of a step in parallel, before the step needs them one after the other.
 
 Triton compiles a kernel when it is launched first, for the dtypes, alignments and constants of its arguments. So one
-layer of the model runs once without launching anything: its launches are only noted. Then the processes that compile
-for torch.compile compile what was noted, while this process compiles the step. Threads load the results, for which some
-versions of Triton call a C compiler.
+layer of the model runs once without launching anything: its launches are only noted. Then threads compile what was
+noted, as most of that time is spent in LLVM and ptxas, outside of Python. Meanwhile torch.compile compiles the step.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -21,16 +20,13 @@ from torch import nn
 
 from lra.batch import Batch
 from lra.errors import name_error
-from lra.kernels.compile_apart import NotCached, cached_only, compile_packed, let_threads_refuse, pack_launches
 from lra.kernels.plans import forget_plans
 from lra.tasks.base import TaskModule
 from lra.timeline import inner_phase
-from lra.training.compiling import compile_workers, kernel_seconds
 from lra.training.optim import trained_parameters
 from lra.training.output import say
 
-Compilation = partial[Any]  # of a kernel's `run`, without the launch
-Compilations = dict[Any, list[Compilation]]  # by kernel
+Compilations = dict[Any, list[Callable[[], Any]]]  # by kernel
 
 
 def precompile_kernels(module: TaskModule, batch: Batch, scored: Iterable[Batch], bf16: bool, threads: int) -> None:
@@ -58,7 +54,7 @@ def precompile_kernels(module: TaskModule, batch: Batch, scored: Iterable[Batch]
         with cast(), torch.no_grad():
             for each in itertools.islice(scored, 1):
                 module(each)
-    compile_noted(noted, threads, device, compile_workers())
+    compile_noted(noted, threads, device)
 
 
 @contextmanager
@@ -70,7 +66,7 @@ def noted_launches() -> Iterator[Compilations]:
     forget_plans()  # a plan that has run launches without JITFunction
 
     def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        noted[id(kernel)].append(partial(launch, kernel, *args, grid=None, warmup=True, **options))
+        noted[id(kernel)].append(partial(launch, kernel, *args, grid=grid, warmup=True, **options))
 
     JITFunction.run = note  # type: ignore[method-assign]
     try:
@@ -79,64 +75,38 @@ def noted_launches() -> Iterator[Compilations]:
         JITFunction.run = launch  # type: ignore[method-assign]
 
 
-def compile_noted(noted: Compilations, threads: int, device: torch.device, workers: Any = None) -> None:
-    """Begins to compile and to load what was noted. The next launch of a kernel waits for all of it.
+def compile_noted(noted: Compilations, threads: int, device: torch.device) -> None:
+    """Starts threads that compile what was noted. The next launch of a kernel waits until all of it is compiled.
 
-    A kernel's launches follow each other: they may be alike. What can't be compiled here is left to its own launch,
-    which meets what is wrong with the kernel where it can be explained.
-
-    Args:
-        workers: processes that compile, an executor. Without them threads do.
+    A kernel's launches follow each other in one thread: they may be alike. What can't be compiled here is left to its
+    own launch, which meets what is wrong with the kernel where it can be explained.
     """
-    from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    def compile_apart(compilations: list[Compilation]) -> None:
-        launches = [(kernel, args, each.keywords) for each in compilations for kernel, *args in [each.args]]
-        packed, target = pack_launches(launches), driver.active.get_current_target()
-        kernel_seconds.update(workers.submit(compile_packed, packed, target).result())
-
-    def load(compilations: list[Compilation]) -> None:
-        for compilation in compilations:
-            if (kernel := compilation()) is not None:
-                _ = kernel.run  # Triton loads it when this is asked for
-
-    def prepare(compilations: list[Compilation]) -> Exception | None:
+    def compile_one(compilations: list[Callable[[], Any]]) -> Exception | None:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # each thread has a device of its own, at first GPU 0
-        try:
-            with cached_only() if workers is not None else nullcontext():
-                load(compilations)
-        except NotCached:
-            with suppress(Exception):  # a kernel that other processes do not find: this thread compiles it
-                compile_apart(compilations)
-        except Exception as error:  # whatever a compiler raises
-            return error
-        else:
-            return None
-        try:
-            load(compilations)
-        except Exception as error:
-            return error
+        for compilation in compilations:
+            try:
+                compilation()
+            except Exception as error:  # whatever a compiler raises
+                return error
         return None
 
     if not noted:  # no kernel is Triton's
         return
-    let_threads_refuse()
-    for each, *_ in noted.values():
-        _ = each.args[0].cache_key  # hashed in one order, because the order counts: see `find_kernel`
     pool = ThreadPoolExecutor(min(threads, len(noted)))
-    prepared = [pool.submit(prepare, each) for each in noted.values()]
+    compiled = [pool.submit(compile_one, each) for each in noted.values()]
     pool.shutdown(wait=False)
     launch = JITFunction.run
 
     def wait_and_launch(*args: Any, **options: Any) -> Any:
         JITFunction.run = launch  # type: ignore[method-assign]
         with inner_phase("waiting for kernels"):
-            errors = [error for each in prepared if (error := each.result()) is not None]
+            errors = [error for each in compiled if (error := each.result()) is not None]
         if errors:
-            what = f"{len(errors)} of a step's kernels could not be compiled ahead ({name_error(errors[0])})"
-            say(f"note: {what}: their first launch does it")
+            first = name_error(errors[0])
+            say(f"note: threads could not compile {len(errors)} of a step's kernels ({first}): their first launch does")
         return launch(*args, **options)
 
     JITFunction.run = wait_and_launch  # type: ignore[method-assign]

@@ -274,7 +274,7 @@ def test_draws_are_independent():
     assert len(set(sites)) == len(sites) == 11 and max(sites) == -4  # tasks/hiding.py has -1 to -3
     drawn = torch.stack([augmented._draw(KEYS, site) for site in sites])
     assert float((drawn.corrcoef() - torch.eye(len(sites))).abs().max()) < 5 / len(KEYS) ** 0.5
-    assert set(LIMITS) == {"rotate", "shift", "scale", "shear", "brightness", "contrast"}
+    assert set(LIMITS) == {"rotate", "shift", "scale", "shear", "brightness", "contrast", "levels"}
 
 
 def test_the_largest_values_give_pixels():
