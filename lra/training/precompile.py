@@ -66,6 +66,7 @@ def noted_launches() -> Iterator[Compilations]:
     forget_plans()  # a plan that has run launches without JITFunction
 
     def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        _ = kernel.cache_key  # here, in one order: with the order the hash changes, and threads have none
         noted[id(kernel)].append(partial(launch, kernel, *args, grid=grid, warmup=True, **options))
 
     JITFunction.run = note  # type: ignore[method-assign]
@@ -88,7 +89,8 @@ def compile_noted(noted: Compilations, threads: int, device: torch.device) -> No
             torch.cuda.set_device(device)  # each thread has a device of its own, at first GPU 0
         for compilation in compilations:
             try:
-                compilation()
+                if (kernel := compilation()) is not None:
+                    _ = kernel.run  # Triton loads it when this is asked for; Triton 3.6 calls a C compiler then
             except Exception as error:  # whatever a compiler raises
                 return error
         return None

@@ -34,6 +34,8 @@ def kernel(monkeypatch):
     launches: list[tuple[Any, ...]] = []
 
     class Kernel(jit.JITFunction):
+        cache_key = "hash"
+
         def __init__(self):
             pass
 
@@ -90,6 +92,21 @@ def test_an_error_of_the_compiler_is_left_to_the_launch(kernel, capsys):
     launched[(2,)]()
     assert [each[1] for each in launches] == [(2,)]
     assert "could not compile 1 of a step's kernels (ZeroDivisionError: division by zero)" in capsys.readouterr().out
+
+
+def test_threads_load_what_they_compile(kernel):
+    launched, _ = kernel
+    loaded = []
+
+    class Compiled:
+        run = property(lambda self: loaded.append(threading.current_thread().name))
+
+    with noted_launches() as noted:
+        launched[(1,)]()
+    noted[id(launched)][0] = Compiled
+    compile_noted(noted, threads=1, device=torch.device("cpu"))
+    launched[(2,)]()
+    assert len(loaded) == 1 and "Pool" in loaded[0]
 
 
 def test_the_first_batch_to_evaluate_stands_for_all(monkeypatch):
