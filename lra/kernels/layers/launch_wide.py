@@ -22,25 +22,23 @@ class RowTile(NamedTuple):
     k: int  # of rows that are sums
     warps: int
     stages: int
-    tiles: int = 1  # of rows, in a program; they share each chunk of a weight
-    registers: int | None = None  # of a thread, at most; None: ptxas decides
 
     @property
     def options(self) -> dict[str, Any]:
         """The options of a launch."""
-        return dict(num_warps=self.warps, num_stages=self.stages, maxnreg=self.registers)
+        return dict(num_warps=self.warps, num_stages=self.stages)
 
 
 LIGHT_ROWS = 8  # of a program of a kernel without products
 TILES: dict[int, dict[str, RowTile]] = {
     256: {
-        "project": RowTile(64, 64, 0, 8, 2),
+        "project": RowTile(64, 64, 0, 8, 3),
         "project_backward": RowTile(64, 0, 64, 4, 2),
         "out": RowTile(64, 0, 64, 8, 2),
         "up": RowTile(128, 128, 64, 8, 3),
-        "down": RowTile(128, 128, 64, 8, 3),
+        "down": RowTile(64, 128, 64, 4, 3),
         "pooled_down": RowTile(64, 256, 64, 8, 2),
-        "hidden_backward": RowTile(64, 64, 0, 8, 1, tiles=2),
+        "hidden_backward": RowTile(64, 128, 0, 8, 1),
         "out_backward": RowTile(64, 64, 64, 4, 2),
     },
     512: {
@@ -48,9 +46,9 @@ TILES: dict[int, dict[str, RowTile]] = {
         "project_backward": RowTile(64, 0, 64, 8, 2),
         "out": RowTile(64, 0, 64, 8, 2),
         "up": RowTile(128, 128, 64, 8, 3),
-        "down": RowTile(128, 128, 64, 8, 3),
+        "down": RowTile(128, 256, 64, 8, 3),
         "pooled_down": RowTile(64, 512, 64, 8, 2),
-        "hidden_backward": RowTile(64, 64, 0, 8, 1),
+        "hidden_backward": RowTile(64, 128, 0, 8, 1),
         "out_backward": RowTile(64, 64, 64, 8, 2),
     },
 }  # by model width
@@ -68,7 +66,7 @@ def launch_project(
         wide.project_kernel[row_grid(rows, tile)](
             as_tiles(x, tile.rows), *parts, q, k, as_tiles(xhat, tile.rows), rstd,
             as_tiles(half_weight, tile.c), half_weight, bias, cos, sin, rows, eps,
-            D=d, P=0 if cos is None else cos.shape[1], M=tile.rows, C=tile.c, TILES=tile.tiles, **tile.options,
+            D=d, P=0 if cos is None else cos.shape[1], M=tile.rows, C=tile.c, **tile.options,
         )  # fmt: skip
 
 
@@ -132,7 +130,7 @@ def launch_feed_forward_backward(
         wide.hidden_backward_kernel[row_grid(rows, tile)](
             as_tiles(dy, tile.rows), as_tiles(kept.slope, tile.rows, tile.c), keys, as_tiles(kept.half_down, d, tile.c),
             as_tiles(du, tile.rows, tile.c), as_tiles(ddown, tile.rows), rows,
-            D=d, F=f, M=tile.rows, C=tile.c, TILES=tile.tiles, **dropout, **tile.options,
+            D=d, F=f, M=tile.rows, C=tile.c, **dropout, **tile.options,
         )  # fmt: skip
         tile = TILES[d]["out_backward"]
         wide.out_backward_kernel[row_grid(rows, tile)](
@@ -154,7 +152,7 @@ def launch_pooled_gradient(dsums: Tensor, of_row: Tensor, final: Tensor, final_r
 
 def row_grid(rows: int, tile: RowTile, chunks: int = 1) -> tuple[int]:
     """A program for each tile of rows, or for each of so many chunks of its features."""
-    return (-(-rows // (tile.rows * tile.tiles)) * chunks,)
+    return (-(-rows // tile.rows) * chunks,)
 
 
 def as_tiles(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:

@@ -157,18 +157,15 @@ def store_rotated(y_ptr, y_MC, a_P, cos_ptr, sin_ptr, first, rows, D: tl.constex
 def project_kernel(
     x_desc, q_desc, k_desc, v_desc, q_ptr, k_ptr, xhat_desc, rstd_ptr, weight_desc, weight_ptr, bias_ptr,
     cos_ptr, sin_ptr, rows, eps,
-    D: tl.constexpr, P: tl.constexpr, M: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """q, k and v. `xhat_desc`: x normalised. `rstd_ptr`: the inverse of its deviation.
 
-    Rotary positions rotate the pairs `(x[p], x[p + P])` of each head. Without them P is 0. A program takes TILES tiles
-    of rows, one or two. So each chunk of a weight serves both.
+    Rotary positions rotate the pairs `(x[p], x[p + P])` of each head. Without them P is 0.
     """
-    first = first_row(TILES * M, True)
+    first = first_row(M, True)
     c, d, p = tl.arange(0, C), tl.arange(0, D), tl.arange(0, C // 2)
     xhat_MD = normalise_rows(x_desc, xhat_desc, rstd_ptr, first, rows, eps, D, M)
-    if TILES == 2:
-        second_MD = normalise_rows(x_desc, xhat_desc, rstd_ptr, first + M, rows, eps, D, M)
     for part in tl.static_range(3):
         if P > 0 and part < 2:
             y_ptr = (q_ptr, k_ptr)[part]
@@ -178,17 +175,12 @@ def project_kernel(
                 weight_CD = tl.load(weight_ptr + row_C[:, None] * D + d[None, :])
                 bias_C = tl.load(bias_ptr + row_C)[None, :]
                 store_rotated(y_ptr, tl.dot(xhat_MD, weight_CD.T) + bias_C, a_P, cos_ptr, sin_ptr, first, rows, D, P)
-                if TILES == 2:
-                    y_MC = tl.dot(second_MD, weight_CD.T) + bias_C
-                    store_rotated(y_ptr, y_MC, a_P, cos_ptr, sin_ptr, first + M, rows, D, P)
         else:
             y_desc = (q_desc, k_desc, v_desc)[part]
             for i in range(0, D, C):
                 weight_CD = weight_desc.load([part * D + i, 0])
                 bias_C = tl.load(bias_ptr + part * D + i + c)[None, :]
                 store_rows(y_desc, first, tl.dot(xhat_MD, weight_CD.T) + bias_C, i)
-                if TILES == 2:
-                    store_rows(y_desc, first + M, tl.dot(second_MD, weight_CD.T) + bias_C, i)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -327,19 +319,14 @@ def drop_rows(dy_desc, ddown_desc, keys_ptr, first, rows, site, threshold, DROPO
 @triton.jit(do_not_specialize=["rows", "site", "threshold"])
 def hidden_backward_kernel(
     dy_desc, slope_desc, keys_ptr, down_desc, du_desc, ddown_desc, rows, site, threshold,
-    D: tl.constexpr, F: tl.constexpr, DROPOUT: tl.constexpr, M: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr,
+    D: tl.constexpr, F: tl.constexpr, DROPOUT: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the outputs of `up` and `down`. A program takes TILES tiles of rows, as `project_kernel`."""
-    first = first_row(TILES * M, True)
+    """The gradients of the outputs of `up` and `down`."""
+    first = first_row(M, True)
     ddown_MD = drop_rows(dy_desc, ddown_desc, keys_ptr, first, rows, site + 2, threshold, DROPOUT, M)
-    if TILES == 2:
-        second_MD = drop_rows(dy_desc, ddown_desc, keys_ptr, first + M, rows, site + 2, threshold, DROPOUT, M)
     for f in range(0, F, C):
         down_DC = down_desc.load([0, f])
         store_rows(du_desc, first, tl.dot(ddown_MD, down_DC) * load_rows(slope_desc, first, f).to(tl.float32), f)
-        if TILES == 2:
-            slope_MC = load_rows(slope_desc, first + M, f).to(tl.float32)
-            store_rows(du_desc, first + M, tl.dot(second_MD, down_DC) * slope_MC, f)
 
 
 @triton.jit(do_not_specialize=["rows", "site", "threshold"])
