@@ -186,6 +186,7 @@ def test_test_and_fresh_of_different_laws_are_told(tmp_path, low, high, count, l
     assert re.fullmatch(rf"!test and fresh are of different laws: {sizes} task.min_length=\d+ and .*", note)
 
 
+@pytest.mark.slow
 @pytest.mark.realdata
 def test_real_data_has_no_note_that_runs_repeat():
     """Of what is real: IMDB's test reviews in train. No image and no pair of papers is in two splits."""

@@ -359,10 +359,10 @@ ORDER = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("cases", [COMPILED[2:3], pytest.param(COMPILED, marks=pytest.mark.slow)])
-def test_kernels_compile(cases):
+@pytest.mark.slow
+def test_kernels_compile():
     """With the products on tensor cores, and no register spilt beyond a few."""
-    for case, kernels in compiled(cases, "tests.kernels.test_layers"):
+    for case, kernels in compiled(COMPILED, "tests.kernels.test_layers"):
         assert [kernel["name"] for kernel in kernels] == ORDER
         for kernel in kernels:
             where = f"{case}: {kernel}"

@@ -139,8 +139,11 @@ def test_an_attention_that_turns_its_own_features_leaves_the_projection_fused(ta
 
 
 @pytest.mark.parametrize("fields", [
-    {"positions": "rotary"}, {"positions": "none", "norm": "batch"},
-    *(pytest.param(fields, marks=pytest.mark.slow) for fields in ({"positions": "learned"}, ALL, {"post_norm": True})),
+    {"positions": "none", "norm": "batch"},
+    *(
+        pytest.param(fields, marks=pytest.mark.slow)
+        for fields in ({"positions": "rotary"}, {"positions": "learned"}, ALL, {"post_norm": True})
+    ),
 ])  # fmt: skip
 @torch._dynamo.config.patch(error_on_recompile=True)  # pyright: ignore[reportPrivateImportUsage]
 def test_what_is_compiled_once_serves_any_number_of_rows(fields, monkeypatch):

@@ -119,6 +119,7 @@ def predict_row(batch: Any, classes: int) -> torch.Tensor:
     return torch.nn.functional.one_hot(batch.index[::each].long() // each % classes, classes).float()
 
 
+@pytest.mark.slow
 def test_two_processes_keep_what_one_keeps(small, tmp_path):
     path = folder_of(small("model.attn_dropout=0", "name=one", "predictions=true", "task.test=21"))
     one = read_predictions(path / "predictions.npz")
