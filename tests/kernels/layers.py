@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -211,3 +212,49 @@ def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], approx
         error = (a.float() - e.float()).norm() / e.float().norm().clamp(min=1e-6)
         bound = 2e-4 if a.dtype == HALF else 2e-5 if i == 0 else 1e-4
         assert error < bound + approximation, f"result {i}: {error:.2g}"
+
+
+COMPILED_ROWS = 256  # of `launch_block`
+
+
+def dropout(rate: float, keys: Tensor) -> Any:
+    """The numbers of dropout, as the launchers take them."""
+    return keep_scale(dropout_threshold(rate)), dropout_threshold(rate), keys if rate else None, SITE
+
+
+def launch_block(case: dict[str, Any]) -> None:
+    """Launches the kernels around attention of a case with dtype, rate, d, f and pairs, for `compiling.compiled`."""
+    from lra.kernels.layers import launch_layers
+    from tests.kernels.aot import choose
+
+    choose(90, hopper=True)
+    dtype, rows, d = getattr(torch, case["dtype"]), COMPILED_ROWS, case["d"]
+    x, *norm, weight, bias = project_case(rows, d, dtype).given
+    cos, sin = angles(rows, case["pairs"])
+    q, k, v, *kept = launch_layers.launch_project(x, *norm, weight, bias, cos, sin, EPS, dtype)
+    o, x, *layers = feed_forward_case(rows, d, case["f"], dtype).given
+    numbers = dropout(case["rate"], torch.zeros(rows, dtype=torch.int32))
+    _, *of_forward = launch_layers.launch_feed_forward(o, x, *layers, EPS, *numbers)
+    launch_layers.launch_feed_forward_backward(x, o, *of_forward, *layers[2:5], *numbers)
+    given = sequences((rows - 7, 7), d, False)
+    pooling = given.start, given.length, 0, EPS, EPS
+    _, *of_pooled = launch_layers.launch_pooled_feed_forward(o, x, *layers, *pooling, *numbers)
+    launch_layers.launch_pooled_feed_forward_backward(given.dy, o, *of_pooled, *layers[2:5], *numbers)
+    launch_layers.launch_project_backward(q, k, v, x, *kept, *norm, weight, cos, sin)
+
+
+def assert_compiled(
+    kernels: list[dict[str, Any]], names: list[str], spilt: int, without_products: str, case: Any
+) -> None:
+    """These kernels, with their products on tensor cores, and at most so many bytes of registers spilt.
+
+    Args:
+        without_products: a regular expression of the names of kernels that have none.
+    """
+    assert [kernel["name"] for kernel in kernels] == names
+    for kernel in kernels:
+        where = f"{case}: {kernel}"
+        assert kernel["stack"] <= spilt, where
+        assert bool(kernel["wgmma"]) == (not re.search(without_products, kernel["name"])), where
+        assert not kernel["mma"] and not kernel["atomics"], where
+        assert kernel["shared"] <= 227 * 1024, where

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch import library, nn
 from torch.nn import functional as F
 
 from lra.kernels import device
-from lra.kernels.dropout import MAX_DROP_THRESHOLD, dropout_threshold
+from lra.kernels.dropout import MAX_DROP_THRESHOLD
 from lra.kernels.layers import layer_ops, reference
 from lra.kernels.layers.fused_layers import (
     MODEL_WIDTHS,
@@ -26,24 +25,28 @@ from lra.kernels.layers.fused_layers import (
     supports_table_gradient,
 )
 from lra.kernels.testing import poisoned_empty
-from lra.models.dropout import keep_scale
 from tests.kernels.compiling import compiled
 from tests.kernels.gluon_on_cpu import Emulated, Language, tile, translated
 from tests.kernels.layers import (
     BF16,
+    COMPILED_ROWS,
     EPS,
     FP32,
     HALF,
     SHAPES,
     SITE,
     angles,
+    assert_compiled,
     assert_same,
     assert_within_budget,
+    drawn,
+    dropout,
     embedding_case,
     feed_forward_case,
     fused_feed_forward,
     fused_mean,
     fused_project,
+    launch_block,
     plain_feed_forward,
     plain_mean,
     plain_project,
@@ -100,7 +103,7 @@ def emulated(monkeypatch, rows):
 def test_feed_forward_kernels_compute_the_definition(rows, d, f, rate, emulated):
     case = feed_forward_case(rows, d, f, HALF)
     o, x, *layers = case.given
-    numbers: Any = (keep_scale(dropout_threshold(rate)), dropout_threshold(rate), case.keys if rate else None, SITE)
+    numbers = dropout(rate, case.keys)
     with poisoned_empty():
         actual = emulated.launch_feed_forward(o, x, *layers, EPS, *numbers)
     _, *kept = expected = reference.feed_forward(o, x, *layers, EPS, *numbers)
@@ -205,7 +208,7 @@ def test_pooled_kernels_compute_the_definition(lengths, padded, d, f, rows, rate
     given = sequences(lengths, d, padded)
     case = pooled_case(given, f, HALF)
     o, x, *layers = case.given[:-2]
-    numbers: Any = (keep_scale(dropout_threshold(rate)), dropout_threshold(rate), case.keys if rate else None, SITE)
+    numbers = dropout(rate, case.keys)
     where: Any = (given.start, given.length, given.padded_length)
     with poisoned_empty():
         actual = emulated.launch_pooled_feed_forward(o, x, *layers, *where, EPS, 1e-3, *numbers)
@@ -242,17 +245,17 @@ def test_no_rows():
 def test_operators_keep_their_contracts():
     case = feed_forward_case(70, 64, 128, HALF)
     o, x, *layers = case.given
-    dropout: Any = (dropout_threshold(0.1), case.keys, SITE)
-    library.opcheck(layer_ops.feed_forward, (o, x, *layers, EPS, 1.1, *dropout))
+    _, *dropped = dropout(0.1, case.keys)
+    library.opcheck(layer_ops.feed_forward, (o, x, *layers, EPS, 1.1, *dropped))
     wide = feed_forward_case(20, 256, 256, HALF)
-    library.opcheck(layer_ops.feed_forward, (*wide.given, EPS, 1.1, dropout[0], wide.keys, SITE))
-    _, *kept = layer_ops.feed_forward(o, x, *layers, EPS, 1.1, *dropout)
-    library.opcheck(layer_ops.feed_forward_backward, (case.dy[0], o, *kept, *layers[2:5], 1.1, *dropout))
+    library.opcheck(layer_ops.feed_forward, (*wide.given, EPS, 1.1, dropped[0], wide.keys, SITE))
+    _, *kept = layer_ops.feed_forward(o, x, *layers, EPS, 1.1, *dropped)
+    library.opcheck(layer_ops.feed_forward_backward, (case.dy[0], o, *kept, *layers[2:5], 1.1, *dropped))
     given = sequences((40, 0, 30), 64, False)
     where = given.start, given.length, 0
-    library.opcheck(layer_ops.pooled_feed_forward, (o, x, *layers, *where, EPS, EPS, 1.1, *dropout))
-    _, *kept = layer_ops.pooled_feed_forward(o, x, *layers, *where, EPS, EPS, 1.1, *dropout)
-    library.opcheck(layer_ops.pooled_feed_forward_backward, (given.dy, o, *kept, *layers[2:5], 1.1, *dropout))
+    library.opcheck(layer_ops.pooled_feed_forward, (o, x, *layers, *where, EPS, EPS, 1.1, *dropped))
+    _, *kept = layer_ops.pooled_feed_forward(o, x, *layers, *where, EPS, EPS, 1.1, *dropped)
+    library.opcheck(layer_ops.pooled_feed_forward_backward, (given.dy, o, *kept, *layers[2:5], 1.1, *dropped))
 
     x, *norm, weight, bias = project_case(70, 64, HALF).given
     cos, sin = angles(70, 16)
@@ -261,7 +264,7 @@ def test_operators_keep_their_contracts():
     library.opcheck(layer_ops.project_backward, (q, k, v, x, *kept, *norm, weight, cos, sin))
     library.opcheck(layer_ops.embed, embedding_case(70, 64, True, 0.1))
     for places in ((given.start, given.length, 50), (None, None, 0)):
-        library.opcheck(layer_ops.table_gradient, (x, torch.arange(70) % 9, 9, HALF, *places, *dropout))
+        library.opcheck(layer_ops.table_gradient, (x, torch.arange(70) % 9, 9, HALF, *places, *dropped))
 
 
 @pytest.mark.parametrize("which", ["feed_forward", "project", "pooled"])
@@ -363,35 +366,16 @@ ORDER = [
 def test_kernels_compile():
     """With the products on tensor cores, and no register spilt beyond a few."""
     for case, kernels in compiled(COMPILED, "tests.kernels.test_layers"):
-        assert [kernel["name"] for kernel in kernels] == ORDER
-        for kernel in kernels:
-            where = f"{case}: {kernel}"
-            assert kernel["stack"] <= 128, where
-            assert bool(kernel["wgmma"]) == (not re.search("fold|pool|embed", kernel["name"])), where
-            assert not kernel["mma"] and not kernel["atomics"], where
-            assert kernel["shared"] <= 227 * 1024, where
+        assert_compiled(kernels, ORDER, 128, "fold|pool|embed", case)
 
 
 def launch_case(case: dict[str, Any]) -> None:
     from lra.kernels.layers import launch_layers
-    from tests.kernels.aot import choose
 
-    choose(90, hopper=True)
-    dtype, rows, d = getattr(torch, case["dtype"]), 256, case["d"]
-    x, *norm, weight, bias = project_case(rows, d, dtype).given
-    cos, sin = angles(rows, case["pairs"])
-    q, k, v, *kept = launch_layers.launch_project(x, *norm, weight, bias, cos, sin, EPS, dtype)
-    o, x, *layers = feed_forward_case(rows, d, case["f"], dtype).given
-    keys = torch.zeros(rows, dtype=torch.int32) if case["rate"] else None
-    numbers: Any = (keep_scale(dropout_threshold(case["rate"])), dropout_threshold(case["rate"]), keys, SITE)
-    _, *of_forward = launch_layers.launch_feed_forward(o, x, *layers, EPS, *numbers)
-    launch_layers.launch_feed_forward_backward(x, o, *of_forward, *layers[2:5], *numbers)
-    given = sequences((rows - 7, 7), d, False)
-    pooling = given.start, given.length, 0, EPS, EPS
-    _, *of_pooled = launch_layers.launch_pooled_feed_forward(o, x, *layers, *pooling, *numbers)
-    launch_layers.launch_pooled_feed_forward_backward(given.dy, o, *of_pooled, *layers[2:5], *numbers)
-    launch_layers.launch_project_backward(q, k, v, x, *kept, *norm, weight, cos, sin)
+    launch_block(case)
+    dtype, rows, d = getattr(torch, case["dtype"]), COMPILED_ROWS, case["d"]
+    given, numbers = sequences((rows - 7, 7), d, False), dropout(case["rate"], torch.zeros(rows, dtype=torch.int32))
     launch_layers.launch_embed(*embedding_case(rows, d, bool(case["pairs"]), case["rate"]))
     for vocabulary, places in ((256, 0), (18, rows)):
         ids, where = torch.zeros(rows, dtype=torch.int32), (given.start, given.length, places)
-        launch_layers.launch_table_gradient(x, ids, vocabulary, dtype, *where, *numbers[1:])
+        launch_layers.launch_table_gradient(drawn(rows, d), ids, vocabulary, dtype, *where, *numbers[1:])

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -33,6 +32,7 @@ from tests.kernels.layers import (
     SITE,
     angles,
     assert_within_budget,
+    dropout,
     embedding_case,
     feed_forward_case,
     fused_feed_forward,
@@ -106,7 +106,7 @@ def test_kernels_compute_the_definition_of_any_number_of_rows(rows, d):
     """On the GPU itself; twice the same, bit by bit."""
     case = feed_forward_case(rows, d, 2 * d, BF16, "cuda")
     o, x, *layers = case.given
-    numbers: Any = (keep_scale(dropout_threshold(0.1)), dropout_threshold(0.1), case.keys, SITE)
+    numbers = dropout(0.1, case.keys)
     with poisoned_empty():
         y, *kept = layer_ops.feed_forward(o, x, *layers, EPS, *numbers)
         backward = (case.dy[0], o, *kept, *layers[2:5], *numbers)
@@ -124,7 +124,7 @@ def test_pooled_kernels_compute_the_definition_of_any_number_of_rows(lengths, d)
     given = sequences(lengths, d, False, "cuda")
     case = pooled_case(given, 2 * d, BF16)
     o, x, *layers = case.given[:-2]
-    numbers: Any = (keep_scale(dropout_threshold(0.1)), dropout_threshold(0.1), case.keys, SITE)
+    numbers = dropout(0.1, case.keys)
     forward = (o, x, *layers, given.start, given.length, 0, EPS, EPS, *numbers)
     with poisoned_empty():
         sums, *kept = layer_ops.pooled_feed_forward(*forward)

@@ -4,24 +4,22 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
-import torch
 
-from lra.kernels.dropout import dropout_threshold
 from lra.kernels.layers import reference
 from lra.kernels.testing import poisoned_empty
-from lra.models.dropout import keep_scale
 from tests.kernels.compiling import compiled
 from tests.kernels.layers import (
     EPS,
     HALF,
-    SITE,
     angles,
+    assert_compiled,
     assert_same,
+    dropout,
     feed_forward_case,
+    launch_block,
     pooled_case,
     project_case,
     sequences,
@@ -46,10 +44,6 @@ def launchers(device, monkeypatch):
     for name, value in dict(SUM_PROGRAMS=15, FOLD_ROWS=64, UNFOLD_ROWS=32).items():
         monkeypatch.setattr(launch_layers, name, value)
     return launch_layers
-
-
-def dropout(rate: float, keys: torch.Tensor) -> Any:
-    return keep_scale(dropout_threshold(rate)), dropout_threshold(rate), keys if rate else None, SITE
 
 
 @pytest.mark.parametrize(("rows", "d", "f", "rate"), FEED_FORWARDS)
@@ -137,30 +131,7 @@ def test_kernels_compile():
     """With the products on tensor cores, and no register spilt beyond a few."""
     for case, kernels in compiled(COMPILED, "tests.kernels.test_wide"):
         expected = [name for name in ORDER if case["pairs"] or name != "rotate_back_kernel"]
-        assert [kernel["name"] for kernel in kernels] == expected
-        for kernel in kernels:
-            where = f"{case}: {kernel}"
-            assert kernel["stack"] <= 160, where
-            assert bool(kernel["wgmma"]) == (not re.search("fold|pool|rotate", kernel["name"])), where
-            assert not kernel["mma"] and not kernel["atomics"], where
-            assert kernel["shared"] <= 227 * 1024, where
+        assert_compiled(kernels, expected, 160, "fold|pool|rotate", case)
 
 
-def launch_case(case: dict[str, Any]) -> None:
-    from lra.kernels.layers import launch_layers
-    from tests.kernels.aot import choose
-
-    choose(90, hopper=True)
-    dtype, rows, d = getattr(torch, case["dtype"]), 256, case["d"]
-    x, *norm, weight, bias = project_case(rows, d, dtype).given
-    cos, sin = angles(rows, case["pairs"])
-    q, k, v, *kept = launch_layers.launch_project(x, *norm, weight, bias, cos, sin, EPS, dtype)
-    o, x, *layers = feed_forward_case(rows, d, case["f"], dtype).given
-    numbers = dropout(case["rate"], torch.zeros(rows, dtype=torch.int32))
-    _, *of_forward = launch_layers.launch_feed_forward(o, x, *layers, EPS, *numbers)
-    launch_layers.launch_feed_forward_backward(x, o, *of_forward, *layers[2:5], *numbers)
-    given = sequences((rows - 7, 7), d, False)
-    pooling = given.start, given.length, 0, EPS, EPS
-    _, *of_pooled = launch_layers.launch_pooled_feed_forward(o, x, *layers, *pooling, *numbers)
-    launch_layers.launch_pooled_feed_forward_backward(given.dy, o, *of_pooled, *layers[2:5], *numbers)
-    launch_layers.launch_project_backward(q, k, v, x, *kept, *norm, weight, cos, sin)
+launch_case = launch_block  # of `compiled`
