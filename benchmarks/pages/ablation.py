@@ -5,7 +5,6 @@ A curve is made of the cells that differ from recipe `amos2024` in one thing. Wh
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,7 +14,6 @@ from benchmarks.pages import measured, tables
 from lra.bench import plots
 from lra.experiments.grid import grid
 from lra.experiments.grid.grid import Cell, Grid
-from lra.experiments.results import report
 from lra.experiments.results.ledger import ReportRow, known_values
 from lra.tasks import TASKS
 
@@ -111,8 +109,7 @@ def figure(found: Mapping[str, Curves]) -> str:
 def make() -> dict[Path, str]:
     """The page, and the figure if it has a curve."""
     table = grid.read_grid(NAME)
-    with contextlib.chdir(measured.ROOT):  # results are named as from there
-        made = report.make_report(NAME, [f"results={tables.MEASURED}", f"attns={ATTENTION}", f"seeds={SEEDS}"])
+    made = tables.reported(NAME, f"attns={ATTENTION}", f"seeds={SEEDS}")
     found = curves(table, made.rows)
     drawn = {FIGURE: figure(found)} if any(found.values()) else {}
     shown = [f"![Accuracy by what is changed, a line for each task]({path.name})" for path in drawn]

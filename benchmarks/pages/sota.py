@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 from benchmarks.pages import measured, tables
 from lra.experiments.grid import grid
-from lra.experiments.results import report
 
 PAGE = measured.ROOT / "docs" / "sota.md"
 NAME = "sota"
@@ -32,8 +30,7 @@ def page() -> str:
     table = grid.read_grid(NAME)
     about = table.about[0].upper() + table.about[1:]
     means = "; ".join(f"`{name}` is of {', '.join(f'`{c}`' for c in of)}" for name, of in table.means.items())
-    with contextlib.chdir(measured.ROOT):  # results are named as from there
-        made = report.make_report(NAME, [f"results={tables.MEASURED}", f"tasks={','.join(table.columns)}"])
+    made = tables.reported(NAME, f"tasks={','.join(table.columns)}")
     parts = [HEAD.format(about=about, name=NAME, means=means), tables.caveats(NAME), *tables.markdown(made)]
     return "\n\n".join(parts) + "\n"
 

@@ -94,6 +94,12 @@ def page(name: str) -> str | None:
     return "\n\n".join([head, caveats(name), *(section.markdown() for section in found.values()), *resized]) + "\n"
 
 
+def reported(name: str, *fields: str) -> report.Report:
+    """What `lra report` says of a table from all runs in benchmarks."""
+    with contextlib.chdir(measured.ROOT):  # results are named as from there
+        return report.make_report(name, [f"results={MEASURED}", *fields])
+
+
 def caveats(name: str) -> str:
     """What speaks against scores on the test sets of a table's tasks, as sentences."""
     tasks = {column.task for column in grid.read_grid(name).columns.values()}
