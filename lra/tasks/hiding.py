@@ -42,17 +42,20 @@ class Hiding:
         assert encoder.mask is not None
         self.share = share if run.mask is None else run.mask
         self.random, self.everywhere = run.mask_random, run.mask_loss == "all"
-        self.span, self.patch, self.grid = run.mask_span, run.mask_patch, encoder.grid
-        if self.patch > 1 and self.grid is None:
-            raise UsageError(f"mask_patch={self.patch} hides squares of pixels: this task has no images, leave it out")
+        self.side, self.width = run.mask_span, None
+        if run.mask_patch > 1:
+            if encoder.grid is None:
+                raise UsageError(
+                    f"mask_patch={run.mask_patch} hides squares of pixels: this task has no images, leave it out"
+                )
+            self.side, self.width = run.mask_patch, encoder.grid[1]
         self.mask, self.prefix = encoder.mask, encoder.prefix
         self.vocabulary = encoder.mask - (encoder.prefix is not None)
         self.distance = run.pixel_loss == "l1"
 
     def hide(self, batch: Batch) -> tuple[Batch, Tensor]:
         """Returns the batch that the encoder sees, and which rows of it are hidden, bool `[T]`."""
-        width = self.grid[1] if self.grid and self.patch > 1 else None
-        hidden_T = hidden_rows(batch, self.share, self.prefix, self.span if width is None else self.patch, width)
+        hidden_T = hidden_rows(batch, self.share, self.prefix, self.side, self.width)
         shown_T: Tensor | int = self.mask
         if self.random:
             bits_T = mix_keys(row_keys(_seeded(batch)) + REPLACING_SITE)

@@ -112,7 +112,7 @@ def test_a_hidden_pixel_is_not_read_and_another_is(objective, options):
     pretraining = module(objective, "mask=0.5", "pixel_loss=l1", *options)
     prefix, hiding, encoder = pretraining.model.encoder.prefix, pretraining.hiding, pretraining.model.encoder
     batch = gathered(PIXELS, prefix=prefix)
-    hidden = hidden_rows(batch, 0.5, prefix, hiding.span)
+    hidden = hidden_rows(batch, 0.5, prefix, hiding.side)
     before = encoder.rows(hiding.hide(batch)[0])
     other = changed(batch, torch.where(hidden, 255 - batch.tokens, batch.tokens))
     assert not torch.equal(other.tokens, batch.tokens)
