@@ -158,7 +158,7 @@ class Registry:
         if not entry.lacks and entry.missing:  # even if it is imported: what can be used does not depend on that
             packages = " ".join(requirement.split()[0] for requirement in entry.missing)
             raise UsageError(f"{self.kind} '{entry.name}' needs {', '.join(entry.missing)}: pip install {packages}")
-        return self.get_declared(text)
+        return self._import(entry)
 
     def get_declared(self, text: str) -> Any:
         """Returns the class of a name or a reference, to read its configuration and facts.
@@ -166,7 +166,10 @@ class Registry:
         Packages that it needs may be missing here: results of other machines are read with it. Raises a UsageError if
         its declaration is wrong.
         """
-        entry = self.find(text)
+        return self._import(self.find(text))
+
+    def _import(self, entry: CatalogueEntry) -> Any:
+        """Returns the class of an entry. UsageError if its declaration is wrong."""
         name = entry.name
         if entry.lacks:  # even if it is imported: another one may have taken its name
             raise UsageError(f"{self.kind} '{name}' lacks {entry.lacks}: rename, mend or remove what declares it")

@@ -53,6 +53,7 @@ class Step:
         self.logged: float | None = None  # mean loss of a step, as last logged
         self._unread: tuple[int, float, PendingCounts] | None = None  # steps done, learning rate, counts
         self._scores: Callable[[Batch], Tensor] | None = None  # compiled
+        self._fused: bool | None = None  # whether kernels compute all blocks in evaluation; None: nobody asked yet
         self._precompile: Callable[[Batch], None] | None = None  # before the first step of a captured engine
 
     def loop(self, module: TaskModule, steps: Iterable[list[CollatedBatch]]) -> None:
@@ -210,9 +211,11 @@ class Step:
 
         It is not compiled if kernels compute all blocks: that takes seconds, and saves less.
         """
-        if self._scores is None or module.model.encoder.is_fused():
+        if self._scores is None:
             return module.forward(batch)
-        return self._scores(batch)
+        if self._fused is None:
+            self._fused = module.model.encoder.is_fused()
+        return module.forward(batch) if self._fused else self._scores(batch)
 
     def _compile(self, function: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
         return compile_batched(function, getattr(self.run.attn, "deterministic", False))
