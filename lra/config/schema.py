@@ -68,9 +68,8 @@ class RunConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     seed: int = 0  # of the weights, the data order and dropout
-    train_share: float = (
-        1.0  # share of the training examples that are used; seed= chooses them, a larger share has more
-    )
+    # share of the training examples that are used; seed= chooses them, and a larger share contains a smaller one
+    train_share: float = 1.0
     # masked: find hidden tokens, without labels; causal: find each next token; none: train the classifier
     pretrain: Literal["none", "masked", "causal"] = "none"
     mask: float | None = None  # share of tokens that pretrain=masked or denoise= hides; null: the task's own

@@ -123,10 +123,10 @@ def launch_feed_forward_rows_backward(
     du = o.new_empty(rows, f)
     if d in WIDE_WIDTHS:
         kept = SavedForBackward(xhat, rstd, half_out, half_up, half_down, folded_bias, h, slope)
-        if dsums is not None and of_row is not None and final is not None and final_rstd is not None:
+        if dy is None:
+            assert dsums is not None and of_row is not None and final is not None and final_rstd is not None
             dy = dx
             launch_wide.launch_pooled_gradient(dsums, of_row, final, final_rstd, dy)
-        assert dy is not None, "neither the gradient of rows nor that of sums"
         launch_wide.launch_feed_forward_backward(dy, kept, threshold, keys, site, dx, do, dout, du, ddown)
     else:
         h = o.new_empty(rows, f)

@@ -114,9 +114,9 @@ class Mega(Mixer):
     keys, so values are cut into heads of `key_dim` features that share queries and keys. The last head is filled up
     with zeros. The kernels for Hopper GPUs take 32, 64 and 128.
 
-    What differs from the paper: positions are rotary in place of a learned bias; there is no Laplace attention, which
-    the authors use for images; the average is not cut off after 1,024 tokens; nothing is dropped within the mixer, as
-    the block drops what is added. The average is in fp32. Heads of the model mean nothing to it.
+    It differs from the paper in four points. Positions are rotary in place of a learned bias. There is no Laplace
+    attention, which the authors use for images. The average is not cut off after 1,024 tokens. Nothing is dropped
+    within the mixer, as the block drops what is added. The average is in fp32. Heads of the model mean nothing to it.
     """
 
     @dataclass(frozen=True)
