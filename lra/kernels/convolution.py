@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lra.kernels.library import define_operator, forbid_second_derivative
+from lra.kernels.operators import define_operator, forbid_second_derivative
 
 
 def convolve(x_BND: Tensor, taps_DP: Tensor) -> Tensor:

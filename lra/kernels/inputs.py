@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lra.kernels.library import runs_eagerly
+from lra.kernels.operators import runs_eagerly
 
 INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

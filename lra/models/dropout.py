@@ -13,7 +13,7 @@ from torch import Tensor
 from lra.batch import Batch
 from lra.kernels.dropout import dropout_threshold
 from lra.kernels.layers.reference import drop_features, mix_bits
-from lra.kernels.library import define_operator
+from lra.kernels.operators import define_operator
 
 # Sites below those of dropout, which begin at 0. All are here, because two that are equal would draw the same.
 HIDING_SITE, REPLACING_SITE, SPAN_SITE = -1, -2, -3  # lra/tasks/hiding.py

@@ -24,7 +24,7 @@ from lra.config.fields import format_value
 from lra.config.schema import RunConfig
 from lra.data import listops
 from lra.errors import UsageError
-from lra.kernels.library import define_operator
+from lra.kernels.operators import define_operator
 from lra.models.attention.lsh import stable_order
 from lra.models.dropout import (
     BRIGHTNESS_SITE,

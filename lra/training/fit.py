@@ -23,7 +23,7 @@ from lra.config.recipes import read_recipe
 from lra.config.schema import RunConfig
 from lra.errors import UsageError, explain_system_error, is_out_of_memory
 from lra.files import replace_file
-from lra.kernels.library import clear_kernels_run
+from lra.kernels.operators import clear_kernels_run
 from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
 from lra.tasks.base import TaskModule

@@ -12,7 +12,7 @@ import pytorch_lightning as pl
 from lra import environment
 from lra.config.compose import ComposedConfig
 from lra.config.schema import UNSAVED_FIELDS
-from lra.kernels import library
+from lra.kernels import operators
 from lra.tasks.base import TaskData, TaskModule
 from lra.training.clock import Clock
 
@@ -39,7 +39,7 @@ def result_facts(composed: ComposedConfig, module: TaskModule, trainer: pl.Train
         "world_size": trainer.world_size,
         "runs_per_device": clock.sharing,
         # those of lra that ran in this session on this rank; an empty list means PyTorch or another library
-        "kernels": {part: sorted(names) for part, names in library.kernels_run.items()},
+        "kernels": {part: sorted(names) for part, names in operators.kernels_run.items()},
         "environment": environment.describe(),
         "provenance": module.provenance,
         "config": identity["config"],

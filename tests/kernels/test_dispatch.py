@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lra.kernels import device, library
+from lra.kernels import device, operators
 from lra.kernels.block_sparse.layouts import butterfly
 from lra.kernels.device import Gpu, Ptxas
 from lra.kernels.flash import tuning
@@ -183,7 +183,7 @@ def test_a_ptxas_that_keeps_hopper_kernels_away_is_warned_of_once(ptxas, monkeyp
 def test_what_ran_is_noted_by_its_name(monkeypatch):
     from lra.kernels.flash import launch_attention
 
-    library.clear_kernels_run()
+    operators.clear_kernels_run()
     monkeypatch.setattr(device, "hopper_refusal", lambda capability: None)
     monkeypatch.setitem(launch_attention.FORWARD_PLANNERS, "hopper_forward", plan_nothing)
     monkeypatch.setitem(launch_attention.BACKWARD_PLANNERS, "hopper_backward", plan_nothing)
@@ -192,6 +192,6 @@ def test_what_ran_is_noted_by_its_name(monkeypatch):
     for _ in range(2):
         launch_attention.launch_flash_forward(x, x, x, problem)
         launch_attention.launch_flash_backward(x, x, x, x, x, x, problem)
-    assert library.kernels_run == {"forward": {"hopper_forward"}, "backward": {"hopper_backward"}, "layers": set()}
-    library.clear_kernels_run()
-    assert not any(library.kernels_run.values())
+    assert operators.kernels_run == {"forward": {"hopper_forward"}, "backward": {"hopper_backward"}, "layers": set()}
+    operators.clear_kernels_run()
+    assert not any(operators.kernels_run.values())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lra import environment
-from lra.kernels import library
+from lra.kernels import operators
 from lra.training import assembly, fit
 from lra.training.clock import Clock
 from lra.training.result import _name, result_costs, result_facts, sampling_bound
@@ -37,9 +37,9 @@ def test_a_result_states_what_ran_and_how_long():
     trainer: Any = SimpleNamespace(global_step=70, world_size=2)
     clock = Clock()
     clock.sharing = 3
-    library.clear_kernels_run()
+    operators.clear_kernels_run()
     for name in ("hopper_shared", "hopper_forward", "hopper_shared"):
-        library.record_kernel("forward", name)
+        operators.record_kernel("forward", name)
     clock.elsewhere, clock.seconds, clock.steps, clock.first, clock.validation = 100.0, 20.0, 50, 2.26, 3.34
     said = result_facts(composed, module, trainer, clock)
     assert (said["task"], said["attn"], said["recipe"], said["seed"]) == ("listops@1", "standard", "demo", 4)
@@ -57,7 +57,7 @@ def test_a_result_states_what_ran_and_how_long():
 
 def test_a_result_names_the_kernels_that_ran(small):
     """Of its own run alone, in a process that has had others."""
-    library.record_kernel("layers", "of another run")
+    operators.record_kernel("layers", "of another run")
     tiny = ("trainer.steps=2", "trainer.eval_every=2", "task.test=4", "task.fresh=4", "task.val=4", "batch.size=2")
     result = small("attn.impl=triton", "trainer.precision=fp32", *tiny)
     assert result["kernels"] == {"forward": ["forward"], "backward": ["dkdv"], "layers": []}

@@ -16,7 +16,7 @@ from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.sdpa import sdpa_attention
 from lra.kernels.impl import resolve_impl
 from lra.kernels.inputs import check_inputs, check_randomness, check_sequences
-from lra.kernels.library import needs_no_dispatcher
+from lra.kernels.operators import needs_no_dispatcher
 
 MAX_HEAD_DIM = 128  # of the Triton kernels; a wider tile does not fit in registers
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lra.kernels.flash.problem import Problem
-from lra.kernels.library import LIBRARY, define_operator, forbid_second_derivative, needs_no_dispatcher
+from lra.kernels.operators import LIBRARY, define_operator, forbid_second_derivative, needs_no_dispatcher
 
 PROBLEM_SCHEMA = (  # the fields of `Problem`, in their order
     "Tensor start, Tensor length, SymInt max_length, bool padded, bool causal, float scale, int threshold, "

@@ -22,7 +22,7 @@ from lra.kernels.flash.hopper.forward import plan_hopper_forward
 from lra.kernels.flash.hopper.forward_shared import plan_hopper_shared
 from lra.kernels.flash.padding import as_rows, flattens
 from lra.kernels.flash.problem import Problem
-from lra.kernels.library import record_kernel
+from lra.kernels.operators import record_kernel
 from lra.kernels.plans import Plans, tensor_facts
 
 FORWARD_PLANNERS = {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lra.kernels.layers import reference
 from lra.kernels.layers.reference import WIDE_WIDTHS, LayerGradients, LayerParameters, SavedForBackward
-from lra.kernels.library import define_operator, forbid_second_derivative, record_kernel
+from lra.kernels.operators import define_operator, forbid_second_derivative, record_kernel
 
 
 class ProjectFunction(torch.autograd.Function):

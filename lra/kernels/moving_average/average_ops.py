@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lra.kernels.library import define_operator, forbid_second_derivative, record_kernel
+from lra.kernels.operators import define_operator, forbid_second_derivative, record_kernel
 
 
 def moving_average(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lra.kernels.library import LIBRARY, define_operator, forbid_second_derivative, record_kernel
+from lra.kernels.operators import LIBRARY, define_operator, forbid_second_derivative, record_kernel
 
 SOFTMAX_SCHEMA = "Tensor length, float scale, int threshold, Tensor? seed, Tensor? index"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lra.batch import Batch
-from lra.kernels.library import define_operator
+from lra.kernels.operators import define_operator
 
 
 def pad_rows(x: Tensor, batch: Batch, size: int) -> Tensor:
