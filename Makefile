@@ -25,9 +25,6 @@ RECIPE = $(shell $(PY) -c 'import torch; print("xiong2021" if torch.cuda.is_avai
 PYTEST_OPTIONS = -q -n auto --maxprocesses=8 --dist=worksteal
 PYTEST = $(PY) -m pytest $(PYTEST_OPTIONS)
 
-# the tests that compile a family of kernels ahead of time, beside those of test_compiled.py
-COMPILING = $(patsubst %,tests/kernels/test_%.py::test_kernels_compile,layers moving_average wide)
-
 # What `make versions` tries, and how uv chooses each: the lowest versions that pyproject.toml names and this Python has,
 # or the highest there are. Its tests are those that use most of other packages: a minute or two.
 VERSIONS ?= oldest newest
@@ -65,7 +62,8 @@ versions: $(TOOLS)  ## some tests with the oldest versions that lra supports and
 
 aot: $(TOOLS) $(TRITONS)  ## compile every kernel for sm_80, 86, 89, 90, 100 and 120 with the oldest and the newest Triton, without a GPU
 	@set -e; for triton in $(or $(TRITONS),installed); do \
-	  echo "$${triton##*/}"; PYTHONPATH=$$triton $(PYTEST) tests/kernels/test_compiled.py $(COMPILING) $(PYTEST_ARGS); \
+	  echo "$${triton##*/}"; PYTHONPATH=$$triton $(PYTEST) tests/kernels/test_compiled.py tests/kernels/test_layers.py::test_kernels_compile \
+	    tests/kernels/test_moving_average.py::test_kernels_compile $(PYTEST_ARGS); \
 	done
 
 lint: $(TOOLS)  ## ruff and pyright

@@ -60,10 +60,8 @@ def test_every_row_of_the_layers():
     assert [name for name, state in found.items() if "feed_forward" in state.partition("PyTorch: ")[0]] == [
         "layers, width 64",
         "layers, width 128",
-        "layers, width 256",
-        "layers, width 512",
     ]
-    assert found["layers, another width"] == "PyTorch: the kernels have rows of 64, 128, 256 or 512 features"
+    assert found["layers, another width"] == "PyTorch: the kernels have rows of 64 or 128 features"
     assert found["layers, float32"] == "PyTorch: the kernels multiply in 16 bits"
     assert dict(kernel_choices.layer_choices(OTHER)) == {"layers": f"PyTorch: {OTHER.refusal}"}
 

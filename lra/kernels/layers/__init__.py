@@ -1,6 +1,6 @@
-"""The layers around attention, fused: for each pass kernels for what precedes attention, and for what follows it.
+"""The layers around attention, fused: one kernel a pass for what precedes attention, and one for what follows it.
 
-The kernels run in 16 bits on a Hopper GPU whose ptxas is known not to miscompile, for models of four widths. Elsewhere
+The kernels run in 16 bits on a Hopper GPU whose ptxas is known not to miscompile, for models 64 or 128 wide. Elsewhere
 the same layers are PyTorch's. Both compute the same, with the same dropout, and keep the residual in fp32.
 
 - `fused_layers.py`: the functions that a model calls, and which calls the kernels take.
@@ -11,7 +11,6 @@ the same layers are PyTorch's. Both compute the same, with the same dropout, and
 - `feed_forward.py`: projection, residual, norm, feed-forward and residual. In the last block of a model that takes the
   mean over a sequence, the last norm too; `pooling.py` sums its rows, and its backward makes each row's gradient of its
   sequence's, which is never written.
-- `wide.py`, `launch_wide.py`: the kernels of models whose weights do not fit in shared memory, and their launches.
 - `weights.py`: gradients of weights and biases, sums over all rows that are added in a fixed order.
 - `embedding.py`: the vectors of tokens and places, and the gradients of their tables.
 

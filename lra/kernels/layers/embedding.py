@@ -17,12 +17,10 @@ NEIGHBOURS = gl.constexpr(4)  # features of a thread side by side: rows are in f
 
 
 @gluon.jit
-def look_up_rows(
-    table_ptr, ids_ptr, first, real_M, count, N: gl.constexpr, D: gl.constexpr, num_warps: gl.constexpr
-):  # fmt: skip
-    """N features from `table_ptr` on of the rows with these ids, of `count` rows. Ids that the table lacks give NaN."""
-    layout: gl.constexpr = row_layout(N, num_warps, NEIGHBOURS)
-    m, d = gl.arange(0, 16 * num_warps, gl.SliceLayout(1, layout)), gl.arange(0, N, gl.SliceLayout(0, layout))
+def look_up_rows(table_ptr, ids_ptr, first, real_M, count, D: gl.constexpr, num_warps: gl.constexpr):
+    """The rows of a table of `count` rows with these ids. Ids that the table lacks give NaN."""
+    layout: gl.constexpr = row_layout(D, num_warps, NEIGHBOURS)
+    m, d = gl.arange(0, 16 * num_warps, gl.SliceLayout(1, layout)), gl.arange(0, D, gl.SliceLayout(0, layout))
     ids_M = gl.load(ids_ptr + first + m, mask=real_M, other=0).to(gl.int64)
     found_M = (ids_M >= 0) & (ids_M < count)
     return gl.load(table_ptr + (ids_M * D)[:, None] + d[None, :], mask=found_M[:, None], other=float("nan"))
@@ -31,19 +29,18 @@ def look_up_rows(
 @gluon.jit(do_not_specialize=["rows", "vocabulary", "places", "site", "threshold"])
 def embed_kernel(
     table_ptr, ids_ptr, of_places_ptr, place_ptr, keys_ptr, x_ptr, rows, vocabulary, places, scale, site, threshold,
-    D: gl.constexpr, N: gl.constexpr, PLACES: gl.constexpr, DROPOUT: gl.constexpr, num_warps: gl.constexpr,
+    D: gl.constexpr, PLACES: gl.constexpr, DROPOUT: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """A program has N features of its rows."""
     M: gl.constexpr = 16 * num_warps
-    layout: gl.constexpr = row_layout(N, num_warps, NEIGHBOURS)
-    first, feature = (gl.program_id(0) // (D // N)).to(gl.int64) * M, gl.program_id(0) % (D // N) * N
+    layout: gl.constexpr = row_layout(D, num_warps, NEIGHBOURS)
+    first = gl.program_id(0).to(gl.int64) * M
     real_M = gl.arange(0, M, gl.SliceLayout(1, layout)) < rows - first
-    keys_M = load_keys(keys_ptr, first, real_M, N, DROPOUT, num_warps)
-    x_MN = look_up_rows(table_ptr + feature, ids_ptr, first, real_M, vocabulary, N, D, num_warps)
+    keys_M = load_keys(keys_ptr, first, real_M, D, DROPOUT, num_warps)
+    x_MD = look_up_rows(table_ptr, ids_ptr, first, real_M, vocabulary, D, num_warps)
     if PLACES:
-        x_MN += look_up_rows(of_places_ptr + feature, place_ptr, first, real_M, places, N, D, num_warps)
-    x_MN = drop_features(x_MN * scale, keys_M, site, feature, threshold, DROPOUT, num_warps, NEIGHBOURS)
-    gl.store(x_ptr + feature + first * D + tile_offset(N, D, layout, num_warps), x_MN, mask=real_M[:, None])
+        x_MD += look_up_rows(of_places_ptr, place_ptr, first, real_M, places, D, num_warps)
+    x_MD = drop_features(x_MD * scale, keys_M, site, 0, threshold, DROPOUT, num_warps, NEIGHBOURS)
+    gl.store(x_ptr + first * D + tile_offset(D, D, layout, num_warps), x_MD, mask=real_M[:, None])
 
 
 @gluon.jit

@@ -9,11 +9,10 @@ from lra.kernels import device
 from lra.kernels.dropout import MAX_DROP_THRESHOLD
 from lra.kernels.layers import layer_ops
 from lra.kernels.layers.layer_ops import FeedForwardFunction, PooledFeedForwardFunction, ProjectFunction
-from lra.kernels.layers.reference import WIDE_WIDTHS
 
-MODEL_WIDTHS = (64, 128, 256, 512)  # features of a row
+MODEL_WIDTHS = (64, 128)  # features of a row; registers hold an entire row
 ROTARY_HEAD_DIMS = (32, 64)  # head dimensions for rotary positions: one thread has both halves of a pair
-MAX_WEIGHT_ELEMENTS = 96 * 1024  # of the weights around a narrow feed-forward: more do not fit in shared memory
+MAX_WEIGHT_ELEMENTS = 96 * 1024  # of the weights around a feed-forward: more do not fit in shared memory
 
 
 def supports_projection(x: Tensor, qkv: nn.Linear, head_dim: int, rotary: object) -> bool:
@@ -27,7 +26,7 @@ def supports_feed_forward(o: Tensor, x: Tensor, up: nn.Linear, threshold: int = 
     d, f = up.in_features, up.out_features
     return (
         f % d == 0
-        and (d in WIDE_WIDTHS or d * (d + 2 * f) <= MAX_WEIGHT_ELEMENTS)
+        and d * (d + 2 * f) <= MAX_WEIGHT_ELEMENTS
         and threshold <= MAX_DROP_THRESHOLD
         and _supports(x, o.dtype, d)
     )
@@ -52,7 +51,7 @@ def layer_obstacle(width: int, rows: torch.dtype, products: torch.dtype | None) 
         products: the dtype of the matrix products; None if the layer has none, as a look-up.
     """
     if width not in MODEL_WIDTHS:
-        return f"the kernels have rows of {', '.join(map(str, MODEL_WIDTHS[:-1]))} or {MODEL_WIDTHS[-1]} features"
+        return f"the kernels have rows of {' or '.join(map(str, MODEL_WIDTHS))} features"
     if rows != torch.float32:
         return "the kernels take a residual in float32"
     return None if products in (torch.float16, torch.bfloat16, None) else "the kernels multiply in 16 bits"

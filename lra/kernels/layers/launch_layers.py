@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,30 +13,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lra.kernels.device import count_multiprocessors
 from lra.kernels.hopper import GLUON_DTYPES, make_descriptor
-from lra.kernels.layers import embedding, feed_forward, launch_wide, pooling, projection, weights
-from lra.kernels.layers.reference import WIDE_WIDTHS, SavedForBackward
+from lra.kernels.layers import embedding, feed_forward, pooling, projection, weights
+from lra.kernels.layers.reference import SavedForBackward
 
-
-class SumTile(NamedTuple):
-    """How the gradients of weights are summed: tiles of `n` outputs by `k` inputs, of so many rows at a time."""
-
-    n: int
-    k: int
-    rows: int
-    warps: int
-    stages: int
-
-
-SUM_PROGRAMS = 132  # at most
-SUM_TILES = {
-    64: SumTile(64, 64, 128, 4, 4),
-    128: SumTile(128, 128, 128, 8, 3),
-    256: SumTile(128, 256, 64, 8, 4),
-    512: SumTile(128, 256, 64, 8, 4),
-}  # by model width
+SUM_SETTINGS = {
+    64: (132, 128, 4),
+    128: (132, 128, 3),
+}  # by model width: programs, rows at a time, stages
 ONES_COLUMNS = 16  # equal columns of a bias's gradient: the fewest of a product on tensor cores
 FOLD_ROWS, UNFOLD_ROWS = 8, 2  # rows of a weight's tile in a program; unfolding reads many parts of sums at once
-EMBEDDED_FEATURES = 128  # of a row, in a program
 POOL_SHARES, POOL_ELEMENTS = 16, 8192  # shares of a sequence that are summed apart; elements of a tile of rows
 # by model width: groups, programs on a multiprocessor, registers of a thread (None: the kernel divides them)
 FEED_FORWARD_SETTINGS = {64: (1, 3, 168), 128: (2, 1, None)}
@@ -82,13 +67,6 @@ def launch_feed_forward_rows(
         (out, up, down), (out_bias, up_bias, down_bias), gain, shift, (half_out, half_up, half_down),
         (scaled_out_bias, folded_bias, scaled_down_bias), scale=scale, normed=NORM_BEFORE_SECOND,
     )  # fmt: skip
-    h, slope = (o.new_empty(rows if d in WIDE_WIDTHS else 0, f) for _ in range(2))
-    kept = SavedForBackward(xhat, rstd, half_out, half_up, half_down, folded_bias, h, slope)
-    if d in WIDE_WIDTHS:
-        biases = scaled_out_bias, scaled_down_bias
-        dropout = threshold, keys, site
-        launch_wide.launch_feed_forward(o, x, kept, *biases, eps, *dropout, y, final_rstd, final_eps)
-        return kept
     groups, residents, registers = FEED_FORWARD_SETTINGS[d]
     with torch.cuda.device_of(x):
         feed_forward.feed_forward_kernel[persistent_grid(x, residents)](
@@ -97,11 +75,11 @@ def launch_feed_forward_rows(
             D=d, F=f, C=64 if d == 64 else 32, DROPOUT=keys is not None, POOLED=final_rstd is not None,
             GROUPS=groups, num_warps=GROUP_WARPS, maxnreg=registers,
         )  # fmt: skip
-    return kept
+    return SavedForBackward(xhat, rstd, half_out, half_up, half_down, folded_bias)
 
 
 def launch_feed_forward_backward(dy: Tensor, o: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return launch_feed_forward_rows_backward(o, *rest, dy=dy)
+    return launch_feed_forward_rows_backward(o, *rest, dy=row_descriptor(dy))
 
 
 def launch_pooled_feed_forward_backward(
@@ -112,32 +90,22 @@ def launch_pooled_feed_forward_backward(
 
 def launch_feed_forward_rows_backward(
     o: Tensor, xhat: Tensor, rstd: Tensor, half_out: Tensor, half_up: Tensor, half_down: Tensor, folded_bias: Tensor,
-    h: Tensor, slope: Tensor, gain: Tensor, shift: Tensor, up: Tensor,
-    scale: float, threshold: int, keys: Tensor | None, site: int,
-    *, dy: Tensor | None = None, dsums: Tensor | None = None, of_row: Tensor | None = None,
+    gain: Tensor, shift: Tensor, up: Tensor, scale: float, threshold: int, keys: Tensor | None, site: int,
+    *, dy: TensorDescriptor | None = None, dsums: Tensor | None = None, of_row: Tensor | None = None,
     final: Tensor | None = None, final_rstd: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients, from `dy`, that of the rows. If rows are pooled, `dy` is None and the next four are given."""
     (rows, d), f = o.shape, len(up)
     dx, (do, dout, ddown) = rstd.new_empty(rows, d), (torch.empty_like(o) for _ in range(3))
-    du = o.new_empty(rows, f)
-    if d in WIDE_WIDTHS:
-        kept = SavedForBackward(xhat, rstd, half_out, half_up, half_down, folded_bias, h, slope)
-        if dy is None:
-            assert dsums is not None and of_row is not None and final is not None and final_rstd is not None
-            dy = dx
-            launch_wide.launch_pooled_gradient(dsums, of_row, final, final_rstd, dy)
-        launch_wide.launch_feed_forward_backward(dy, kept, threshold, keys, site, dx, do, dout, du, ddown)
-    else:
-        h = o.new_empty(rows, f)
-        groups, residents, registers = FEED_FORWARD_SETTINGS[d]
-        with torch.cuda.device_of(o):
-            feed_forward.feed_forward_backward_kernel[persistent_grid(o, residents)](
-                dy if dy is None else row_descriptor(dy), dsums, of_row, final, final_rstd, xhat, rstd, keys,
-                half_out, half_up, folded_bias, half_down, dx, do, dout, du, h, ddown, rows, site, threshold,
-                D=d, F=f, C=32, DROPOUT=keys is not None, POOLED=dy is None,
-                GROUPS=groups, num_warps=GROUP_WARPS, maxnreg=registers,
-            )  # fmt: skip
+    du, h = o.new_empty(rows, f), o.new_empty(rows, f)
+    groups, residents, registers = FEED_FORWARD_SETTINGS[d]
+    with torch.cuda.device_of(o):
+        feed_forward.feed_forward_backward_kernel[persistent_grid(o, residents)](
+            dy, dsums, of_row, final, final_rstd, xhat, rstd, keys, half_out, half_up, folded_bias, half_down,
+            dx, do, dout, du, h, ddown, rows, site, threshold,
+            D=d, F=f, C=32, DROPOUT=keys is not None, POOLED=dy is None,
+            GROUPS=groups, num_warps=GROUP_WARPS, maxnreg=registers,
+        )  # fmt: skip
     shapes = (half_out, half_up, half_down)
     gradients = [torch.empty_like(half, dtype=torch.float32) for half in shapes]
     biases = [rstd.new_empty(len(half)) for half in shapes]
@@ -164,9 +132,6 @@ def launch_project(
         scale=1.0,
         normed=NORM_BEFORE_ALL,
     )
-    if d in WIDE_WIDTHS:
-        launch_wide.launch_project(x, half_weight, folded_bias, cos, sin, eps, q, k, v, xhat, rstd)
-        return q, k, v, xhat, rstd, half_weight
     groups, residents, registers = (1, 4, 128) if d == 64 else (4, 1, None)
     with torch.cuda.device_of(x):
         projection.project_kernel[persistent_grid(x, residents)](
@@ -183,17 +148,13 @@ def launch_project_backward(
     rows, d = dy.shape
     dx = torch.empty_like(dy)
     back_q, back_k = (dq, dk) if cos is None else (torch.empty_like(dq), torch.empty_like(dk))
-    if d in WIDE_WIDTHS:
-        given = dq, dk, dv, dy, xhat, rstd, half_weight, cos, sin
-        launch_wide.launch_project_backward(*given, dx, back_q, back_k)
-    else:
-        groups, residents, registers = (1, 4, 128) if d == 64 else (2, 1, None)
-        with torch.cuda.device_of(dy):
-            projection.project_backward_kernel[persistent_grid(dy, residents)](
-                row_descriptor(dq), row_descriptor(dk), row_descriptor(dv), dy, xhat, rstd, half_weight, cos, sin,
-                dx, back_q, back_k, rows,
-                D=d, P=0 if cos is None else cos.shape[1], GROUPS=groups, num_warps=GROUP_WARPS, maxnreg=registers,
-            )  # fmt: skip
+    groups, residents, registers = (1, 4, 128) if d == 64 else (2, 1, None)
+    with torch.cuda.device_of(dy):
+        projection.project_backward_kernel[persistent_grid(dy, residents)](
+            row_descriptor(dq), row_descriptor(dk), row_descriptor(dv), dy, xhat, rstd, half_weight, cos, sin,
+            dx, back_q, back_k, rows,
+            D=d, P=0 if cos is None else cos.shape[1], GROUPS=groups, num_warps=GROUP_WARPS, maxnreg=registers,
+        )  # fmt: skip
     dweight, dbias = torch.empty_like(weight), weight.new_empty(len(weight))
     pairs = (back_q, xhat), (back_k, xhat), (dv, xhat)
     dnorm = sum_gradients(
@@ -214,7 +175,7 @@ def fold_layers(
     """
     d = len(gain)
     with torch.cuda.device_of(gain):
-        weights.fold_kernel[(d // FOLD_ROWS, count_tiles(layers, d, d))](
+        weights.fold_kernel[(d // FOLD_ROWS, count_square_tiles(layers, d))](
             *layers,
             *biases,
             gain,
@@ -223,7 +184,7 @@ def fold_layers(
             *folded,
             scale,
             *flatten_shapes(layers),
-            D=d,
+            SIDE=d,
             R=FOLD_ROWS,
             NORMED=normed,
         )
@@ -243,20 +204,19 @@ def sum_gradients(
         scale: as in `fold_layers`.
         normed: as in `fold_layers`.
     """
-    rows, d = len(pairs[0][0]), len(gain)
-    tile = SUM_TILES[d]
-    count = count_tiles(gradients, tile.n, tile.k)
-    shape, parts = flatten_shapes(gradients), max(1, SUM_PROGRAMS // count)
-    sums = gain.new_empty(parts, count, tile.n, tile.k + ONES_COLUMNS)
-    norms = gain.new_empty(2, d, sum(map(len, gradients)) // UNFOLD_ROWS)
+    (rows, _), d, count = pairs[0][0].shape, len(gain), count_square_tiles(gradients, len(gain))
+    programs, together, stages = SUM_SETTINGS[d]
+    shape, parts = flatten_shapes(gradients), max(1, programs // count)
+    sums = gain.new_empty(parts, count, d, d + ONES_COLUMNS)
+    norms = gain.new_empty(2, d, count * d // UNFOLD_ROWS)
     with torch.cuda.device_of(gain):
         weights.sum_kernel[(parts, count)](
-            *(tensor for pair in pairs for tensor in pair), sums, rows, *shape,
-            ROWS=tile.n, COLUMNS=tile.k, M=tile.rows, ONES=ONES_COLUMNS, num_warps=tile.warps, num_stages=tile.stages,
+            *(tensor for pair in pairs for tensor in pair), sums, rows, *shape, SIDE=d, M=together, ONES=ONES_COLUMNS,
+            num_warps=d // 16, num_stages=stages,
         )  # fmt: skip
-        weights.unfold_kernel[(tile.n // UNFOLD_ROWS, count)](
+        weights.unfold_kernel[(d // UNFOLD_ROWS, count)](
             sums, *layers, gain, shift, *gradients, *biases, norms, parts, scale, *shape,
-            D=d, ROWS=tile.n, COLUMNS=tile.k, ONES=ONES_COLUMNS, R=UNFOLD_ROWS, P=2048 // tile.k, NORMED=normed,
+            SIDE=d, ONES=ONES_COLUMNS, R=UNFOLD_ROWS, P=2048 // d, NORMED=normed,
         )  # fmt: skip
     return norms.sum(2)
 
@@ -266,9 +226,9 @@ def flatten_shapes(layers: Sequence[Tensor]) -> list[int]:
     return [side for weight in layers for side in weight.shape]
 
 
-def count_tiles(layers: Sequence[Tensor], n: int, k: int) -> int:
-    """The number of tiles `[n, k]` of all weights together."""
-    return sum(weight.numel() for weight in layers) // (n * k)
+def count_square_tiles(layers: Sequence[Tensor], d: int) -> int:
+    """The number of tiles `[d, d]` of all weights together."""
+    return sum(weight.numel() for weight in layers) // d**2
 
 
 def launch_embed(
@@ -279,10 +239,9 @@ def launch_embed(
     x, places = vectors.new_empty(rows, d), 0 if of_places is None else len(of_places)
     if rows:
         with torch.cuda.device_of(x):
-            features = min(d, EMBEDDED_FEATURES)
-            embedding.embed_kernel[(-(-rows // (16 * GROUP_WARPS)) * (d // features),)](
+            embedding.embed_kernel[(-(-rows // (16 * GROUP_WARPS)),)](
                 vectors, ids, of_places, place, keys, x, rows, vocabulary, places, scale, site, threshold,
-                D=d, N=features, PLACES=places > 0, DROPOUT=keys is not None, num_warps=GROUP_WARPS,
+                D=d, PLACES=places > 0, DROPOUT=keys is not None, num_warps=GROUP_WARPS,
             )  # fmt: skip
     return x
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lra.kernels.layers import reference
-from lra.kernels.layers.reference import WIDE_WIDTHS, LayerGradients, LayerParameters, SavedForBackward
+from lra.kernels.layers.reference import LayerGradients, LayerParameters, SavedForBackward
 from lra.kernels.operators import define_operator, forbid_second_derivative, record_kernel
 
 
@@ -138,16 +138,14 @@ def fake_feed_forward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     half_out, half_up, half_down = (weight.new_empty(weight.shape, dtype=o.dtype) for weight in (out, up, down))
     xhat, rstd = o.new_empty(o.shape), x.new_empty(x.shape[0])
-    kept_rows = x.shape[0] if x.shape[1] in WIDE_WIDTHS else 0
-    h, slope = (o.new_empty(kept_rows, up.shape[0]) for _ in range(2))
     return x.new_empty(x.shape), *SavedForBackward(
-        xhat, rstd, half_out, half_up, half_down, up_bias.new_empty(up_bias.shape), h, slope
+        xhat, rstd, half_out, half_up, half_down, up_bias.new_empty(up_bias.shape)
     )
 
 
 def fake_feed_forward_backward(
     dy: Tensor, o: Tensor, xhat: Tensor, rstd: Tensor, half_out: Tensor, half_up: Tensor, half_down: Tensor,
-    folded_bias: Tensor, h: Tensor, slope: Tensor, gain: Tensor, *_: Any,
+    folded_bias: Tensor, gain: Tensor, *_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     halves = half_out, half_up, half_down
     weights = (half.new_empty(half.shape, dtype=gain.dtype) for half in halves)

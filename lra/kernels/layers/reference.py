@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-WIDE_WIDTHS = (256, 512)  # features of a row; models so wide have kernels of their own, wide.py
 SITE_STRIDE = 0x3C6EF372  # the distance of sites for `draw_feature_words`; even, and otherwise arbitrary
 
 
@@ -39,9 +38,6 @@ class SavedForBackward(NamedTuple):
     half_up: Tensor  # includes the norm's gain
     half_down: Tensor  # includes dropout's scale twice
     folded_bias: Tensor  # [F]: of `up`; includes the norm's shift
-    # of WIDE_WIDTHS alone, else [0, F]: others compute them again from xhat
-    h: Tensor  # [T, F]: the hidden features
-    slope: Tensor  # [T, F]: their derivatives for the output of `up`
 
 
 # The results of the backward of these layers. dnorm, `[2, D]`, has the gradients of gain and shift.
@@ -59,31 +55,23 @@ def feed_forward(
     folded = up_bias + (up * shift).sum(1)
     z = x + drop_features(F.linear(o.to(wide), half_out.to(wide), out_bias * scale), keys, site, threshold)
     xhat, rstd = normalise(z, eps, half)
-    h, slope = activate(F.linear(xhat.to(wide), half_up.to(wide), folded), keys, site + 1, threshold, half)
+    h = drop_features(F.gelu(F.linear(xhat.to(wide), half_up.to(wide), folded)), keys, site + 1, threshold).to(half)
     down_h = drop_features(F.linear(h.to(wide), half_down.to(wide), down_bias * scale), keys, site + 2, threshold)
-    if x.shape[1] not in WIDE_WIDTHS:
-        h, slope = (each.new_empty(0, len(up)) for each in (h, slope))
-    return z + down_h, xhat, rstd, *halves, folded, h, slope
-
-
-def activate(u: Tensor, keys: Tensor | None, site: int, threshold: int, half: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(drop(gelu(u)); its derivative for u)."""
-    cdf, pdf = torch.special.ndtr(u), torch.exp(-u * u / 2) * (2 * torch.pi) ** -0.5
-    h, slope = (drop_features(each, keys, site, threshold).to(half) for each in (u * cdf, cdf + u * pdf))
-    return h, slope
+    return z + down_h, xhat, rstd, *halves, folded
 
 
 def feed_forward_backward(
     dy: Tensor, o: Tensor, xhat: Tensor, rstd: Tensor, half_out: Tensor, half_up: Tensor, half_down: Tensor,
-    folded_bias: Tensor, h: Tensor, slope: Tensor, gain: Tensor, shift: Tensor, up: Tensor,
+    folded_bias: Tensor, gain: Tensor, shift: Tensor, up: Tensor,
     scale: float, threshold: int, keys: Tensor | None, site: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     half, wide = o.dtype, dy.dtype
     ddown = drop_features(dy, keys, site + 2, threshold).to(half)
-    if o.shape[1] not in WIDE_WIDTHS:
-        u = F.linear(xhat.to(wide), half_up.to(wide), folded_bias)
-        h, slope = activate(u, keys, site + 1, threshold, half)[0], activate(u, keys, site + 1, threshold, wide)[1]
-    du = ((ddown.to(wide) @ half_down.to(wide)) * slope.to(wide)).to(half)
+    u = F.linear(xhat.to(wide), half_up.to(wide), folded_bias)
+    cdf, pdf = torch.special.ndtr(u), torch.exp(-u * u / 2) * (2 * torch.pi) ** -0.5
+    h = drop_features(u * cdf, keys, site + 1, threshold).to(half)
+    dh = drop_features(ddown.to(wide) @ half_down.to(wide), keys, site + 1, threshold)
+    du = (dh * (cdf + u * pdf)).to(half)
     dx = dy + normalise_backward(du.to(wide) @ half_up.to(wide), xhat, rstd)
     dout = drop_features(dx, keys, site, threshold).to(half)
     do = (dout.to(wide) @ half_out.to(wide)).to(half)
