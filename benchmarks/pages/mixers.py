@@ -1,12 +1,14 @@
-"""The table of docs/mixers.md, of results/step and results/runs."""
+"""The tables of docs/mixers.md, of results/step and results/runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from benchmarks.pages.measured import link, read, table
 
 SHOWN = ("flash", "s4d", "gla")
+LONG = ("flash", "s4d", "mega")
 STEPS = {"flash": "image-flash-beside-mixers", "s4d": "image-s4d", "gla": "image-gla"}  # measured one after the other
 
 
@@ -25,6 +27,23 @@ def mixers(root: Path) -> str:
         "Image, 3,500 steps, %",
     )  # fmt: skip
     return table(header, rows)
+
+
+def long_mixers(root: Path) -> str:
+    """Speed and memory of a captured step of models 128 wide, for two lengths."""
+    rows = []
+    for name in LONG:
+        row = [f"`{name}`"]
+        for task in ("pathfinder", "pathx"):
+            file = f"{task}-flash-beside-mixers" if name == "flash" else f"{task}-{name}"
+            found = read(root, f"results/step/h200/{file}.json")
+            row += [part for path, result in found for part in _speed(path, result["loops"][0])] or ["", ""]
+        rows.append(row)
+    return table(("`attn=`", "ms, N = 1,024", "memory", "ms, N = 16,384", "memory"), rows)
+
+
+def _speed(path: Path, loop: dict[str, Any]) -> tuple[str, str]:
+    return link(f"{loop['ms']:.2f}", path), f"{loop['memory_mb'] / 1e3:.1f} GB"
 
 
 def _accuracy(root: Path, task: str, name: str) -> str:

@@ -27,7 +27,7 @@ from benchmarks.pages.kernels import (
     turns,
 )
 from benchmarks.pages.measured import from_docs, link, read, table
-from benchmarks.pages.mixers import mixers
+from benchmarks.pages.mixers import long_mixers, mixers
 from benchmarks.pages.speeds import materialised, speedup
 from benchmarks.pages.tables import OVERLAP, caveats, sections, with_seeds
 from lra.config.recipes import read_recipe, recipe_names
@@ -129,6 +129,7 @@ MADE: dict[str, Callable[[Path], str]] = {
     for function in (
         headline, tasks, table3, table6, speedup, materialised, overlap, speed, sparse, short, profile, memory,
         traffic, turns, learnability, prepare, exactness, randomness, choices, mixers,
+        long_mixers,
     )
 }  # fmt: skip
 

@@ -1,9 +1,10 @@
-"""docs/training.md, of results/step and of the studies learning, kinks, soak and scaling."""
+"""docs/training.md, of results/step, results/start and the studies learning, kinks, soak and scaling."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ compiled and captured.
 
 *first step* is the time until the first step of *fit* is done. It includes capturing, and compiling what no cache \
 had. In rows named *warm* the caches were full. Other names say what differs: *gpu2* and *gpu3* are other GPUs of \
-the kind; *dropout0* has no dropout in attention; *profile*, *bare* and *captured* are of an earlier commit, and \
-have a profile or a loop that the later one lacks.
+the kind; *dropout0* has no dropout in attention; *profile*, *bare* and *captured* are of another commit, and \
+have a profile or a loop that the other one lacks.
 
 Kernels are those of the day and commit in the row. Those of attention and of the layers became faster on 2026-11-27 \
 and 28 ([lab-log.md](lab-log.md)). An H100's memory is slower than an H200's. On H100s Text reads every second \
@@ -42,6 +43,10 @@ BARE = """## Against the bare loop
 ran on a GPU of the same kind."""
 GROUPS = """Where the time of *captured* goes, in milliseconds of a step: kernels by name, and the gaps between \
 them. The profiler slows kernels a little."""
+WHOLE = """## A whole run
+
+Where the seconds of one `lra fit` go, from the start of its process to its end (`lra bench start`). All caches were \
+empty, so *first steps* includes compiling. *validation* and *test* have all of the run's. The machine has 16 cores."""
 EXACT = """## Equal learning
 
 Do engines, layouts and numbers of devices learn the same? The table has 200 steps in fp32 without dropout. A \
@@ -73,7 +78,7 @@ later commit leaves that out. Of four GPUs the slowest sets the pace."""
 def page() -> str:
     """The whole text."""
     steps = read(BENCHMARKS, "results/step/*/*.json")
-    parts = [HEAD, *_steps(steps), *_against_bare(steps)]
+    parts = [HEAD, *_steps(steps), *_against_bare(steps), *_whole_runs(read(BENCHMARKS, "results/start/*/*.json"))]
     for _, learning in read(BENCHMARKS, "studies/learning/*.json"):
         parts += _learning(learning)
     parts += _long(read(BENCHMARKS, "studies/soak/*/*.json"))
@@ -126,6 +131,23 @@ def _against_bare(measured: Sequence[Measured]) -> Iterator[str]:
     if rows:
         yield BARE
         yield table(["fit", "attention", "fit, ms", "bare, ms", "fit / bare", "GPU"], rows)
+
+
+def _whole_runs(measured: Sequence[Measured]) -> Iterator[str]:
+    yield WHOLE
+    parts = ("imports", "first steps", "training", "validation", "test")
+    rows = []
+    for path, result in measured:
+        run, spent = result["run"], Counter[str]()
+        for phase, seconds in result["phases"].items():
+            name = phase.partition(":")[0].removeprefix("first validation") or "validation"
+            spent[name if name in parts else "else"] += seconds
+        rows.append([
+            link(path.stem, path), f"{run['trainer']['steps']:,} of {run['batch']['size']}",
+            *(f"{spent[name]:.1f}" for name in (*parts, "else")), f"{result['seconds']:.1f}",
+            _made_with(result["environment"]),
+        ])  # fmt: skip
+    yield table(["run", "steps", *(f"{name}, s" for name in parts), "all else, s", "whole run, s", "made with"], rows)
 
 
 def _ms(result: dict[str, Any], name: str) -> float:
