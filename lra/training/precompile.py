@@ -1,7 +1,7 @@
 """Compiles the Triton kernels of a step in parallel, before the step needs them one after the other.
 
-Triton compiles a kernel when it is launched first, for the dtypes, alignments and constants of its arguments. So one
-layer of the model runs once without launching anything: its launches are only noted. Then threads compile what was
+Triton compiles a kernel when it is launched first, for the dtypes, alignments and constants of its arguments. So two
+layers of the model run once without launching anything: their launches are only noted. Then threads compile what was
 noted, as most of that time is spent in LLVM and ptxas, outside of Python. Meanwhile torch.compile compiles the step.
 """
 
@@ -45,7 +45,7 @@ def precompile_kernels(module: TaskModule, batch: Batch, scored: Iterable[Batch]
     cast = partial(torch.autocast, device.type, torch.bfloat16, bf16, cache_enabled=False)
     with (
         inner_phase("noting launches"), suppress(torch.OutOfMemoryError), noted_launches() as noted,
-        _unchanged(module, device), _one_layer(module.model.encoder),
+        _unchanged(module, device), _first_and_last_layer(module.model.encoder),
     ):  # fmt: skip
         with cast():
             loss = module.loss(batch)
@@ -115,10 +115,10 @@ def compile_noted(noted: Compilations, threads: int, device: torch.device) -> No
 
 
 @contextmanager
-def _one_layer(encoder: Any) -> Iterator[None]:
-    """Inside, the encoder has its first layer alone: all layers launch the same kernels."""
+def _first_and_last_layer(encoder: Any) -> Iterator[None]:
+    """Inside, the encoder has no other layers. The last one may pool, and all others launch the same kernels."""
     blocks = encoder.blocks
-    encoder.blocks = nn.ModuleList(blocks[:1])
+    encoder.blocks = nn.ModuleList([*blocks[:-1][:1], blocks[-1]])
     try:
         yield
     finally:

@@ -121,6 +121,21 @@ def test_the_first_batch_to_evaluate_stands_for_all(monkeypatch):
     assert seen == [(batch, False)]
 
 
+@pytest.mark.parametrize(("layers", "noted"), [(1, [0]), (2, [0, 1]), (4, [0, 3])])
+def test_the_first_and_the_last_layer_stand_for_all(layers, noted, monkeypatch):
+    """The last one may pool, which other layers do not."""
+    module = build_modules(configure(arguments(f"model.layers={layers}")).config)[1]
+    blocks, batch, seen = list(module.model.encoder.blocks), filled_batch(0).to(torch.device("cpu")), []
+
+    def loss(self, batch):
+        seen.extend(blocks.index(block) for block in self.model.encoder.blocks)
+        return sum(each.sum() for each in self.parameters())
+
+    monkeypatch.setattr(type(module), "loss", loss)
+    precompile_kernels(module, batch.with_seed(torch.tensor(5)), [], bf16=True, threads=1)
+    assert seen == noted
+
+
 @pytest.mark.parametrize("options", [(), ("model.norm=batch", "model.layers=3")])
 def test_the_module_and_the_generator_stay_as_they_are(options):
     module = build_modules(
@@ -163,7 +178,8 @@ def test_no_kernel_is_left_to_the_first_step(tmp_path):
     command = [sys.executable, "-m", "lra", "fit", *fields, "trainer.precision=bf16", "model.d_model=64"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    phases = json.loads(file.read_text())["phases"]
+    found = json.loads(file.read_text())
+    phases = found["phases"]
     left = {name: took for name, took in phases.items() if name.endswith("compiling kernels")}
     assert any("waiting for kernels" in name for name in phases)
-    assert sum(left.values()) < 1, left
+    assert sum(left.values()) < 1, (left, found["kernels"])
