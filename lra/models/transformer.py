@@ -56,6 +56,25 @@ class HeadNorm(nn.RMSNorm):
         return super().forward(x.float()).to(x.dtype)
 
 
+class NoProjection(nn.Module):
+    """The identity where attention has a projection: a mixer has its own.
+
+    The kernel after attention always projects, so it is given a matrix. With dropout it rounds the scale of kept
+    elements to 16 bits, as it does with each weight.
+    """
+
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(self, features: int):
+        super().__init__()
+        self.register_buffer("weight", torch.eye(features), persistent=False)
+        self.register_buffer("bias", torch.zeros(features), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 class EncoderBlock(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x)).
 
@@ -73,7 +92,7 @@ class EncoderBlock(nn.Module):
         self.layer_drop, self.branch_site = config.layer_drop * (layer + 1) / config.layers, BRANCH_SITE - 2 * layer
         shared_qk = attention.facts.shared_qk
         self.qkv: Any = None  # a mixer has its own projections
-        self.out: Any = None
+        self.out: Any = NoProjection(d)
         if not attention.facts.mixes:
             self.qkv, self.out = nn.Linear(d, (2 if shared_qk else 3) * d), nn.Linear(d, d)
         elif config.positions == "rotary" or config.qk_norm:
@@ -105,7 +124,8 @@ class EncoderBlock(nn.Module):
     def attend(self, x_TD: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         """Returns the output of attention or of a mixer, and x: both `[T, d_model]`."""
         if self.qkv is None:
-            return self.attention.mix_ragged(self._before(self.attn_norm, x_TD, batch), batch, x_TD), x_TD
+            mixed_TD = self.attention.mix_ragged(self._before(self.attn_norm, x_TD, batch), batch, x_TD)
+            return mixed_TD.to(product_dtype(x_TD)), x_TD
         turned = None if self.attention.facts.rotates else rotary  # the model rotates, not the attention
         if self._fuses_projection(x_TD, turned):
             x_TD, q_THD, k_THD, v_THD = project(x_TD, self.attn_norm, self.qkv, self.heads, turned)
@@ -153,7 +173,7 @@ class EncoderBlock(nn.Module):
         if self.fuses(o_TD, x_TD):
             layers, dropout = self._fusing(keys_T)
             return feed_forward(o_TD, x_TD, *layers, **dropout)
-        added = drop(o_TD if self.out is None else self.out(o_TD), self.dropout, keys_T, self.site)
+        added = drop(self.out(o_TD), self.dropout, keys_T, self.site)
         x_TD = x_TD + drop_branch(added, self.layer_drop, branch_keys_T, self.branch_site)
         x_TD = self._after(self.attn_norm, x_TD, batch)
         if self.ff_norm is None:
@@ -184,14 +204,13 @@ class EncoderBlock(nn.Module):
         self, keys_T: Tensor | None
     ) -> tuple[tuple[nn.Linear, nn.LayerNorm, nn.Linear, nn.Linear], dict[str, Any]]:
         """Returns the layers after attention and their dropout, as arguments of one kernel."""
-        assert self.out is not None, "a mixer's block is not fused"
         dropped = dropout_threshold(self.dropout)
         dropout: dict[str, Any] = dict(scale=keep_scale(dropped), threshold=dropped, keys=keys_T, site=self.site)
         return (self.out, self.ff_norm, self.up, self.down), dropout
 
     def fuses(self, o_TD: Tensor, x_TD: Tensor) -> bool:
         """Whether one kernel computes the part after attention."""
-        if not self.fusible or self.out is None or self.ff_norm is None:  # the kernel projects, and has a feed-forward
+        if not self.fusible or self.ff_norm is None:  # the kernel has a feed-forward
             return False
         if self.training and self.layer_drop:  # the kernel adds both branches of every sequence
             return False

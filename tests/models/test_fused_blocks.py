@@ -18,11 +18,13 @@ from lra.models.attention import ATTENTIONS
 from lra.models.transformer import Encoder
 
 
-def encoder(positions: Literal["learned", "rotary", "none"] = "rotary", **fields: Any) -> Encoder:
+def encoder(
+    positions: Literal["learned", "rotary", "none"] = "rotary", attn: str = "flash", **fields: Any
+) -> Encoder:  # fmt: skip
     torch.manual_seed(0)
     shared: dict[str, Any] = dict(d_model=64, d_ff=64, heads=2, layers=2, dropout=0.2, attn_dropout=0.0)
     model = ModelConfig(positions=positions, **shared | fields)
-    return Encoder(model, ATTENTIONS.get("flash").Config(), vocabulary=9, max_length=40)
+    return Encoder(model, ATTENTIONS.get(attn).Config(), vocabulary=9, max_length=40)
 
 
 def drawn_batch(lengths: tuple[int, ...] = (40, 3, 17), device: str = "cpu", seed: int | None = 5) -> Batch:
@@ -71,6 +73,18 @@ def test_blocks_use_them_and_compute_the_same(positions, compiled, taken):
     for actual, wanted in zip(trained(model, compiled), expected, strict=True):
         torch.testing.assert_close(actual, wanted, atol=1e-4, rtol=1e-4)
     assert len(taken) == 5
+
+
+@pytest.mark.parametrize("attn", ["s4d", "mega"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_feed_forward_after_a_mixer_is_fused(attn, compiled, taken):
+    """It projects by an identity, which is no parameter."""
+    model = encoder("none", attn)
+    expected = by_layers(model, trained)
+    for actual, wanted in zip(trained(model, compiled), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, atol=1e-4, rtol=1e-4)
+    assert len(taken) == 3
+    assert not any(".out." in name for name in model.state_dict())
 
 
 @pytest.mark.parametrize("pooling", ["max", "cls", "last"])
@@ -182,6 +196,7 @@ def test_a_gpu_says_whether_kernels_compute_all_blocks():
 @pytest.mark.parametrize(("fields", "answers"), [
     ({"positions": "learned"}, [True] * 5), ({}, [True] * 5), ({"rotary_share": 0.5}, [True] * 5),
     ({"rotary_bands": "heads"}, [True] * 3), ({"qk_norm": True}, [True] * 3), ({"layer_drop": 0.4}, [True] * 2),
+    ({"positions": "none", "attn": "s4d"}, [True] * 3), ({"positions": "none", "attn": "mega"}, [True] * 3),
     ({"norm": "rms"}, []), ({"norm": "batch"}, []), ({"post_norm": True}, []),
     ({"d_ff": 0, "classifier": "linear"}, [True] * 2), ({"positions": "none"}, [True] * 5),
 ])  # fmt: skip
