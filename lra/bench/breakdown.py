@@ -15,7 +15,6 @@ from torch.profiler import ProfilerActivity, profile
 KERNEL_GROUPS = {
     # templates are products
     "layers": r"^(fold|unfold|sum|(project|feed_forward|embed|table|pool)\w*)_kernel"
-    r"|^(rotate_back|out|up|down|hidden_backward|out_backward)_kernel"  # of wide models
     r"|^(chunk_state|average|coefficient_gradient)_kernel"  # moving averages
     r"|^triton_(?!tem_|flex_)|embedding",
     "attention": r"^(hopper_\w+|forward\w*|softmax_\w+|prepare_backward|convert_dq|extreme_rows|delta|dkdv|dq)_kernel"

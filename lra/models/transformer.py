@@ -91,16 +91,16 @@ class EncoderBlock(nn.Module):
         attention = ATTENTIONS.get(attn.name)
         self.layer_drop, self.branch_site = config.layer_drop * (layer + 1) / config.layers, BRANCH_SITE - 2 * layer
         shared_qk = attention.facts.shared_qk
-        self.qkv: Any = None  # a mixer has its own projections
-        self.out: Any = NoProjection(d)
+        self.qkv: Any = None
         if not attention.facts.mixes:
-            self.qkv, self.out = nn.Linear(d, (2 if shared_qk else 3) * d), nn.Linear(d, d)
+            self.qkv = nn.Linear(d, (2 if shared_qk else 3) * d)
         elif config.positions == "rotary" or config.qk_norm:
             field, mend = ("qk_norm=true", "false") if config.qk_norm else ("positions=rotary", "none")
             raise UsageError(
                 f"model.{field} changes queries and keys, and attn={attn.name} is a mixer without them: "
                 f"set model.{field.partition('=')[0]}={mend}"
             )
+        self.out: Any = NoProjection(d) if attention.facts.mixes else nn.Linear(d, d)
         self.q_norm = HeadNorm(config.head_dim) if config.qk_norm else None
         self.k_norm = HeadNorm(config.head_dim) if config.qk_norm and not shared_qk else None
         spec = AttentionSpec(config.heads, config.head_dim, max_length, config.attn_dropout, layer, causal)
