@@ -41,7 +41,7 @@ def test_a_model_that_is_not_causal_sees_later_tokens(subject):
         assert not torch.isclose(found[middle : own.stop], out[middle : own.stop]).all(-1).any()
 
 
-@causal_subjects(slow=("bigbird", "local", "longformer", "megatron", "openai_sparse", "rabe_staats"))
+@causal_subjects(slow=("bigbird", "butterfly", "local", "longformer", "megatron", "openai_sparse", "rabe_staats"))
 def test_torch_compile_makes_one_graph_for_all_lengths(subject):
     if subject.name in UNCOMPILED:
         pytest.skip(f"{subject.name} {UNCOMPILED[subject.name]}")

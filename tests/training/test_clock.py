@@ -20,12 +20,9 @@ ON_CPU: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(
 PAUSE = 0.5  # seconds, of which there are more than a small run's steps take
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("owner", "method"),
-    [
-        (WholeCheckpointIO, "save_checkpoint"),
-        pytest.param(TaskModule, "on_validation_epoch_end", marks=pytest.mark.slow),
-    ],
+    ("owner", "method"), [(WholeCheckpointIO, "save_checkpoint"), (TaskModule, "on_validation_epoch_end")]
 )
 def test_a_runs_time_and_expected_pace_are_of_its_steps(small, monkeypatch, capsys, one_thread, owner, method):
     slow = getattr(owner, method)

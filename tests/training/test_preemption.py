@@ -164,6 +164,7 @@ def test_a_second_signal_ends_at_once(tmp_path, monkeypatch):
     assert not (RUN / "run-s0/last.ckpt").exists()
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_is_not_the_first_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     kill = "os.kill(os.getpid(), number)"

@@ -49,7 +49,8 @@ OBJECTIVES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("objective", sampled(OBJECTIVES))
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_two_devices_learn_what_one_learns(objective, tmp_path, small):
     """What is hidden, augmented and left out is of a sequence, not of a device."""
     shared = ("model.attn_dropout=0", *objective)
