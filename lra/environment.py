@@ -143,6 +143,11 @@ def current_command() -> str:
     return " ".join([*called, *(re.sub(r"(^|=)/\S*/", r"\1", argument) for argument in sys.argv[1:])])
 
 
+def drop_folder(path: str) -> str:
+    """Of an absolute path the name alone, as its folder means nothing elsewhere. Another text stays as it is."""
+    return Path(path).name if Path(path).is_absolute() else path
+
+
 def compute_processes(*fields: str) -> list[list[str]] | None:
     """These fields of each process on a GPU, as nvidia-smi shows them; None if it does not answer."""
     line = ["nvidia-smi", f"--query-compute-apps={','.join(fields)}", "--format=csv,noheader,nounits"]

@@ -19,8 +19,17 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from lra import environment
+from lra.config.schema import RunConfig
 from lra.errors import UsageError
 from lra.training.run_directory import write_text as replace_file
+
+
+def measured_run(run: RunConfig) -> dict[str, Any]:
+    """The configuration of a measured run, as its file has it: of a folder with data it has the name alone."""
+    saved = run.to_saved_dict()
+    if "source" in saved["task"]:
+        saved["task"]["source"] = environment.drop_folder(saved["task"]["source"])
+    return saved
 
 
 def write_measurement(path: Path, result: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lra import environment
-from lra.bench.output import open_output
+from lra.bench.output import measured_run, open_output
 from lra.bench.step import is_named_or_continued, one_device
 from lra.caches import CACHE_READERS
 from lra.config.options import recorded_options, split_options
@@ -104,7 +104,7 @@ def measure_start(args: Sequence[str]) -> StartResult:
             sys.exit(code if code > 0 else 128 - code)  # as shells have it: 128 + signal
         found = json.loads(file.read_text(encoding="utf-8"))
         # torch.cuda is first asked for here, because a process that has a GPU counts as one that shares it
-        stated = (environment.describe(), recorded_options(options), run.to_saved_dict())
+        stated = (environment.describe(), recorded_options(options), measured_run(run))
         phases = complete_phases(found, began, ended)
         seconds = round(sum(phases.values()), 3)
         result = StartResult(*stated, seconds, phases, found.get("regions", []), found.get("kernels", {}))

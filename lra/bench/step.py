@@ -15,7 +15,7 @@ import torch
 from lra import environment
 from lra.bench import loops
 from lra.bench.breakdown import breakdown, record_kernels
-from lra.bench.output import open_output
+from lra.bench.output import measured_run, open_output
 from lra.bench.records import StepMeasurement, round_figure
 from lra.bench.timing import clear_gpu
 from lra.compile_caches import use_compile_caches
@@ -123,7 +123,7 @@ def measure_step(args: Sequence[str], progress: Callable[[str], None] = lambda l
     data, module = build_modules(run)
     resolve_attention(module, device)
     data.prepare_data()
-    result = StepResult(environment.describe(), recorded_options(options), run.to_saved_dict(), [])
+    result = StepResult(environment.describe(), recorded_options(options), measured_run(run), [])
 
     with open_output(options.out) as keep:
         for loop in options.loops:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -70,8 +69,8 @@ def test_scores(module: TaskModule, data: TaskData, trainer: pl.Trainer) -> dict
     differences = list(manifest.get("differences", ()))
     return scored | {
         "protocol": getattr(module.run.task, "protocol", None),  # None: the task has only one
-        # a path is reduced to its name, because only the manifest needs its place
-        "data": {"source": _name(manifest["source"]), "store": data.store.path.name}
+        # only the manifest needs the place of a path
+        "data": {"source": environment.drop_folder(manifest["source"]), "store": data.store.path.name}
         | ({"differences": differences} if differences else {}),
     }
 
@@ -91,10 +90,6 @@ def sampling_bound(accuracy: float, n: int) -> float:
     """
     z = 1.96
     return round(max(z * math.sqrt(accuracy * (1 - accuracy) / n), z**2 / (n + z**2)), 4)
-
-
-def _name(source: str) -> str:
-    return Path(source).name if Path(source).is_absolute() else source
 
 
 def count_parameters(module: TaskModule) -> int:

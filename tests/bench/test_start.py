@@ -16,6 +16,7 @@ from torch._dynamo.callback import callback_handler
 
 from lra import timeline
 from lra.bench import start
+from lra.bench.output import measured_run
 from lra.bench.start import complete_phases, measure_start, parse_start_fields, start_notes, start_table
 from lra.caches import CACHE_READERS
 from lra.errors import UsageError
@@ -94,6 +95,15 @@ def test_a_run_that_fails_ends_with_its_code(here):
     done = process("bench", "start", *arguments("out=start.json"))
     assert done.code == 2 and "lra: cannot write to checkpoints/runs" in done.err and "Traceback" not in done.err
     assert sorted(path.name for path in here.iterdir()) == ["checkpoints"]
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [("/somewhere/imdb", "imdb"), ("stanfordnlp/imdb", "stanfordnlp/imdb"), ("../imdb", "../imdb")]
+)
+def test_a_record_names_no_folder_of_the_machine(given, kept):
+    run = configure(["task=text", "attn=flash", f"task.source={given}"]).config
+    assert measured_run(run)["task"]["source"] == kept
+    assert run.to_saved_dict()["task"]["source"] == given
 
 
 @pytest.mark.parametrize(("code", "ends"), [(1, 1), (3, 3), (-15, 143)])

@@ -11,7 +11,7 @@ from lra import environment
 from lra.kernels import operators
 from lra.training import assembly, fit
 from lra.training.clock import Clock
-from lra.training.result import _name, result_costs, result_facts, sampling_bound
+from lra.training.result import result_costs, result_facts, sampling_bound
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,9 @@ def test_scores_are_beside_the_baselines_and_the_data_that_they_are_of(finished)
     assert result["protocol"] is None and "pretrain" not in result
 
 
-def test_where_data_lay_on_this_machine_is_not_said():
-    assert _name("/here/lra_release.gz") == "lra_release.gz" and _name("generated") == "generated"
-    assert _name("stanfordnlp/imdb") == "stanfordnlp/imdb"
+@pytest.mark.parametrize(
+    ("source", "kept"),
+    [("/here/lra_release.gz", "lra_release.gz"), ("generated", "generated"), ("stanfordnlp/imdb", "stanfordnlp/imdb")],
+)
+def test_where_data_lay_on_this_machine_is_not_said(source, kept):
+    assert environment.drop_folder(source) == kept
