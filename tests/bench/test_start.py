@@ -64,6 +64,7 @@ def started(here, monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_a_run_from_its_start_to_its_end(here):
     before = time.monotonic()
     done = process("bench", "start", *arguments("trainer.eval_every=4", "cold=true", "out=new/start.json"))

@@ -85,6 +85,7 @@ def test_compiled_equals_eager(case, device):
         assert torch.equal(eager, traced)
 
 
+@pytest.mark.slow
 @torch._dynamo.config.patch(error_on_recompile=True)
 def test_one_graph_serves_all_lengths(device):
     """Other numbers of rows and sequences and another longest length, without compiling again."""

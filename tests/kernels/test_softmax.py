@@ -183,7 +183,8 @@ def test_operators_keep_their_contracts(dropout, strides, device):
     library.opcheck(torch.ops.lra.softmax_backward.default, (*rows[:3], p, rows[3], *problem))
 
 
-@pytest.mark.parametrize("impl", sampled(["triton", "torch"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["triton", "torch"])
 def test_compiled_equals_eager(impl, device):
     torch.compiler.reset()
     compiled: Any = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
