@@ -102,6 +102,7 @@ def test_every_module_and_yaml_is_inside(installed):
     assert {"lra/configs/task/listops.yaml", "lra/py.typed"} <= there
 
 
+@pytest.mark.slow
 def test_the_command_works_from_another_folder(installed, needs, elsewhere):
     home, site = installed
     where = run(home / "bin" / "python", "-c", "import lra; print(lra.__file__)", **elsewhere)

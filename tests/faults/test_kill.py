@@ -198,7 +198,7 @@ def killed(folder: Path, whole: Path, moments: list[Moment], fields: Sequence[st
     return kills
 
 
-MOMENTS = [pytest.param(CHAIN, id="chain"), *map(slow, range(16))]
+MOMENTS = [pytest.param(CHAIN, id="chain", marks=pytest.mark.slow), *map(slow, range(16))]
 
 
 @pytest.mark.parametrize("moments", MOMENTS)

@@ -192,7 +192,8 @@ def test_resuming_changes_nothing(trained, monkeypatch, objective):
     check_resuming(trained, monkeypatch, *objective)
 
 
-@pytest.mark.parametrize("loss", ["l1", pytest.param("cross_entropy", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["l1", "cross_entropy"])
 def test_images_are_pretrained_then_trained(loss, tmp_path, monkeypatch):
     """Each image has one grey, which hidden pixels have, too."""
     monkeypatch.chdir(tmp_path)
