@@ -118,7 +118,7 @@ def compile_noted(noted: Compilations, threads: int, device: torch.device) -> No
 def _first_and_last_layer(encoder: Any) -> Iterator[None]:
     """Inside, the encoder has no other layers. The last one may pool, and all others launch the same kernels."""
     blocks = encoder.blocks
-    encoder.blocks = nn.ModuleList([*blocks[:-1][:1], blocks[-1]])
+    encoder.blocks = blocks if len(blocks) < 3 else nn.ModuleList([blocks[0], blocks[-1]])
     try:
         yield
     finally:
