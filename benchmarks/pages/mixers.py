@@ -19,8 +19,8 @@ def mixers(root: Path) -> str:
         ((file, result),) = read(root, f"results/step/h200/{STEPS[name]}.json")
         (loop,) = result["loops"]
         rows.append((
-            link(f"`{name}`", file), f"{loop['ms']:.2f}", f"{loop['tokens_per_second'] / 1e6:.1f}",
-            f"{loop['memory_mb'] / 1e3:.1f} GB", _accuracy(root, "listops", name), _accuracy(root, "image", name),
+            link(f"`{name}`", file), _ms(loop), f"{loop['tokens_per_second'] / 1e6:.1f}", _memory(loop),
+            _accuracy(root, "listops", name), _accuracy(root, "image", name),
         ))  # fmt: skip
     header = (
         "`attn=`", "ms of a step", "million tokens a second", "memory", "ListOps, 5,000 steps, %",
@@ -36,14 +36,21 @@ def long_mixers(root: Path) -> str:
         row = [f"`{name}`"]
         for task in ("pathfinder", "pathx"):
             file = f"{task}-flash-beside-mixers" if name == "flash" else f"{task}-{name}"
-            found = read(root, f"results/step/h200/{file}.json")
-            row += [part for path, result in found for part in _speed(path, result["loops"][0])] or ["", ""]
+            cells = ["", ""]
+            for path, result in read(root, f"results/step/h200/{file}.json"):
+                (loop,) = result["loops"]
+                cells = [link(_ms(loop), path), _memory(loop)]
+            row += cells
         rows.append(row)
     return table(("`attn=`", "ms, N = 1,024", "memory", "ms, N = 16,384", "memory"), rows)
 
 
-def _speed(path: Path, loop: dict[str, Any]) -> tuple[str, str]:
-    return link(f"{loop['ms']:.2f}", path), f"{loop['memory_mb'] / 1e3:.1f} GB"
+def _ms(loop: dict[str, Any]) -> str:
+    return f"{loop['ms']:.2f}"
+
+
+def _memory(loop: dict[str, Any]) -> str:
+    return f"{loop['memory_mb'] / 1e3:.1f} GB"
 
 
 def _accuracy(root: Path, task: str, name: str) -> str:

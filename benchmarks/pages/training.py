@@ -30,9 +30,9 @@ A step is forward, backward and update of one batch, in steady state. `lra bench
 compiled and captured.
 
 *first step* is the time until the first step of *fit* is done. It includes capturing, and compiling what no cache \
-had. In rows named *warm* the caches were full. Other names say what differs: *gpu2* and *gpu3* are other GPUs of \
-the kind; *dropout0* has no dropout in attention; *profile*, *bare* and *captured* are of another commit, and \
-have a profile or a loop that the other one lacks.
+had. In rows named *warm* the caches were full. Other names say what differs. *gpu2* and *gpu3* are other GPUs of \
+the kind. *dropout0* has no dropout in attention. *profile*, *bare* and *captured* are of another commit. They have a \
+profile or a loop that the row without the name lacks.
 
 Kernels are those of the day and commit in the row. Those of attention and of the layers became faster on 2026-11-27 \
 and 28 ([lab-log.md](lab-log.md)). An H100's memory is slower than an H200's. On H100s Text reads every second \
@@ -140,7 +140,8 @@ def _whole_runs(measured: Sequence[Measured]) -> Iterator[str]:
     for path, result in measured:
         run, spent = result["run"], Counter[str]()
         for phase, seconds in result["phases"].items():
-            name = phase.partition(":")[0].removeprefix("first validation") or "validation"
+            name = phase.partition(":")[0]
+            name = "validation" if name == "first validation" else name
             spent[name if name in parts else "else"] += seconds
         rows.append([
             link(path.stem, path), f"{run['trainer']['steps']:,} of {run['batch']['size']}",
