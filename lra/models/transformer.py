@@ -91,7 +91,7 @@ class EncoderBlock(nn.Module):
         attention = ATTENTIONS.get(attn.name)
         self.layer_drop, self.branch_site = config.layer_drop * (layer + 1) / config.layers, BRANCH_SITE - 2 * layer
         shared_qk = attention.facts.shared_qk
-        self.qkv: Any = None
+        self.qkv: Any = None  # a mixer has its own projections
         if not attention.facts.mixes:
             self.qkv = nn.Linear(d, (2 if shared_qk else 3) * d)
         elif config.positions == "rotary" or config.qk_norm:
