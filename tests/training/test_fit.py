@@ -93,6 +93,7 @@ def test_a_checkpoint_is_scored_whatever_it_was_trained_on_and_for(finished, mon
     def trained_otherwise(path):
         weights, identity = read(path)
         identity["config"]["trainer"] |= {"steps": 10, "eval_every": 4, "devices": 2}
+        identity["config"]["optim"] |= {"cooldown": 40000, "warmup": 2000, "schedule": "constant"}
         return weights, identity
 
     monkeypatch.setattr(checkpoints, "read_checkpoint", trained_otherwise)
