@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 
@@ -23,8 +24,9 @@ from benchmarks.studies.plateau import settings
 from benchmarks.studies.plateau import study as plateau
 from benchmarks.studies.prepare import study as prepare
 from lra.kernels.testing import Case
+from lra.tasks.image import Image
 from lra.training.fit import configure
-from tests.fixtures import write_imdb
+from tests.fixtures import pngs, write_cifar10, write_imdb
 
 
 def test_preparing_is_timed_and_leaves_nothing(tmp_path, monkeypatch, capsys):
@@ -85,6 +87,22 @@ def test_grey_levels_of_test_images_move_by_one(tmp_path, monkeypatch, capsys):
     assert pixels["rounded"].shape == (70, 1024) and set(labels) == {0, 1}
     assert levels.main(["pathfinder", "--count", "20001"]) == 2
     assert "--count 20001 is more than the 20000 test images" in capsys.readouterr().err
+
+
+def test_grey_levels_of_photographs_move_by_one(tmp_path, capsys):
+    colours = np.random.default_rng(0).integers(0, 256, (10, 32, 32, 3), np.uint8)
+    columns = {"img": pngs(colours), "label": [*range(10)]}
+    source = write_cifar10(tmp_path / "cifar10", train=columns, test=columns)
+    pixels, labels = levels.variants(Image.Config(source=str(source)), 7)
+    assert labels.tolist() == [*range(7)] and pixels["moved"].shape == (7, 1024)
+    read = [np.asarray(PIL.Image.fromarray(image).convert("L")).ravel() for image in colours[:7]]
+    assert np.array_equal(pixels["rounded"], read)  # as the store of the task has them
+    change = {name: these.astype(int) - pixels["rounded"] for name, these in pixels.items()}
+    assert np.unique(change["truncated"]).tolist() == [-1, 0] and np.unique(change["moved"]).tolist() == [-1, 0, 1]
+    given = ["--count", "3", "--source", str(source), "--out", str(tmp_path / "out")]
+    assert levels.main(["image", *given]) == 0 and "image: rounded " in capsys.readouterr().out
+    assert levels.main(["pathfinder", *given]) == 2 and "are drawn: leave it out" in capsys.readouterr().err
+    assert levels.main(["listops", *given]) == 2 and "choose other weights" in capsys.readouterr().err
 
 
 def test_settings_of_the_plateau_are_runs():

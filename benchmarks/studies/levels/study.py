@@ -1,10 +1,11 @@
 """Do released weights keep their accuracy when grey levels move by one?
 
-    python -m benchmarks.studies.levels.study NAME … [--count 2000] [--out FOLDER]
+    python -m benchmarks.studies.levels.study NAME … [--count 2000] [--source FOLDER] [--out FOLDER]
 
-A NAME is a folder of checkpoints, or a path of a run. The first images of its test set are drawn again: rounded to
-whole grey levels, as in training; truncated, as another program may do; and rounded, with each pixel moved by -1, 0 or
-1. Rounded images are those that `lra test` scores.
+A NAME is a folder of checkpoints, or a path of a run, of a Pathfinder task or of Image. The first images of its test
+set are made again: rounded to whole grey levels, as in training; truncated, as another program may do; and rounded,
+with each pixel moved by -1, 0 or 1. Rounded images are those that `lra test` scores. Pathfinder's are drawn, and those
+of Image are read from CIFAR-10, of which FOLDER may be a mirror.
 FOLDER/<gpu>/NAME.json has the three accuracies, and the digest of model.safetensors. The card of a release with these
 weights shows what this folder has.
 """
@@ -12,9 +13,11 @@ weights shows what this folder has.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +29,30 @@ from benchmarks.command import command
 from benchmarks.pages import cards, measured
 from lra import environment
 from lra.bench.output import write_measurement
+from lra.data import hub, picture
+from lra.data.cifar10 import PUBLISHED
 from lra.data.pathfinder.generate import ROUNDING, generate_images
 from lra.data.pathfinder.law import image_law
 from lra.data.split import Split
 from lra.errors import UsageError
 from lra.tasks.base import TaskModule
+from lra.tasks.image import Image
 from lra.tasks.pathfinder import PathfinderConfig
 
 SEED = 0  # of the moved pixels
+LUMA = np.array((19595, 38470, 7471))  # of red, green and blue, in 65,536ths, as Pillow has it
 
 
-def variants(task: PathfinderConfig, count: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def variants(task: Any, count: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Pixels of the same test images by what was done to them, uint8 `[count, pixels]`, and labels `[count]`."""
+    read = photographs if isinstance(task, Image.Config) else drawings
+    pixels, labels = read(task, count)
+    moved = pixels["rounded"].astype(np.int64) + np.random.default_rng(SEED).integers(-1, 2, pixels["rounded"].shape)
+    return pixels | {"moved": moved.clip(0, 255).astype(np.uint8)}, labels
+
+
+def drawings(task: PathfinderConfig, count: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Pathfinder's images, rounded and truncated, and their labels."""
     law = image_law(task.resolution, task.level)
     which: Any = dict(seed=task.data_seed, first=task.train + task.val, count=count, version=task.version)
     rounded, truncated = (list(generate_images(law, **which, added=added)) for added in (ROUNDING, 0.0))
@@ -45,9 +60,22 @@ def variants(task: PathfinderConfig, count: int) -> tuple[dict[str, np.ndarray],
         name: np.concatenate([chunk.pixels for chunk in chunks])
         for name, chunks in (("rounded", rounded), ("truncated", truncated))
     }
-    moved = pixels["rounded"].astype(np.int64) + np.random.default_rng(SEED).integers(-1, 2, pixels["rounded"].shape)
-    pixels["moved"] = moved.clip(0, 255).astype(np.uint8)
     return pixels, np.concatenate([chunk.labels for chunk in rounded])
+
+
+def photographs(task: Any, count: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """CIFAR-10's images in grey, rounded and truncated, and their labels."""
+    mend = "give --source, a folder with a mirror of it"
+    test = hub.load_splits(task.source, name="CIFAR-10", columns=("img", "label"), mend=mend, note=print)["test"]
+    rows = (row for batch in test for row in zip(batch["img"], batch["label"], strict=True))
+    colours, labels = [], []
+    for stored, label in itertools.islice(rows, count):
+        with picture.open_image(stored["bytes"]) as read:
+            colours.append(np.asarray(read, np.int64).reshape(-1, 3))
+        labels.append(label)
+    luma = np.stack(colours) @ LUMA
+    pixels = {name: (luma + added >> 16).astype(np.uint8) for name, added in (("rounded", 1 << 15), ("truncated", 0))}
+    return pixels, np.array(labels)
 
 
 @torch.no_grad()
@@ -55,7 +83,8 @@ def accuracy(module: TaskModule, pixels: np.ndarray, labels: np.ndarray, size: i
     """The share of images that the module classifies correctly, `size` at once."""
     task, device = module.run.task, next(module.parameters()).device
     split = Split.from_offsets(pixels.ravel(), np.arange(len(pixels) + 1) * task.max_length, labels)
-    how: Any = task.kept | {"max_length": task.max_length, "prefix": module.model.encoder.prefix}
+    kept = task.kept if isinstance(task, PathfinderConfig) else {}
+    how: Any = kept | {"max_length": task.max_length, "prefix": module.model.encoder.prefix}
     right = 0
     for rows in np.array_split(np.arange(len(pixels)), -(-len(pixels) // size)):
         batch = split.collate(rows, **how).to(device)
@@ -65,14 +94,19 @@ def accuracy(module: TaskModule, pixels: np.ndarray, labels: np.ndarray, size: i
     return right / len(pixels)
 
 
-def measure(name: str, count: int) -> dict[str, Any]:
+def measure(name: str, count: int, source: str | None = None) -> dict[str, Any]:
     path = cards.RELEASES / name if name in cards.released() else Path(name)
     module = lra.load(path)
     task = module.run.task
-    if not isinstance(task, PathfinderConfig) or task.source != "generate" or module.run.pretrain != "none":
-        raise UsageError(f"{path} classifies no generated Pathfinder images: choose other weights")
-    if count > task.test:
-        raise UsageError(f"--count {count} is more than the {task.test} test images of {path}: set a smaller one")
+    drawn = isinstance(task, PathfinderConfig) and task.source == "generate"
+    if not (drawn or isinstance(task, Image.Config)) or module.run.pretrain != "none":
+        raise UsageError(f"{path} classifies no images of generated Pathfinder or of Image: choose other weights")
+    if count > (most := task.test if drawn else PUBLISHED["test"]):
+        raise UsageError(f"--count {count} is more than the {most} test images of {path}: set a smaller one")
+    if source and drawn:
+        raise UsageError(f"--source {source} is of Image, and images of {path} are drawn: leave it out")
+    if source:
+        task = replace(task, source=source)
     module.to("cuda" if torch.cuda.is_available() else "cpu")
     pixels, labels = variants(task, count)
     size = max(1, min(module.run.batch.eval, count))
@@ -90,10 +124,11 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="Score released weights on images whose grey levels moved by one.")
     parser.add_argument("names", nargs="+", metavar="NAME", help="of a folder of checkpoints, or a path")
     parser.add_argument("--count", type=int, default=2000, help="images")
+    parser.add_argument("--source", metavar="FOLDER", help="of Image: a mirror of CIFAR-10")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, metavar="FOLDER", help="for the results")
     given = parser.parse_args(arguments)
     for name in given.names:
-        result = measure(name, given.count)
+        result = measure(name, given.count, given.source)
         place = given.out / measured.place(result["environment"]["gpu"])
         write_measurement(place / f"{Path(name).name}.json", result)
         shown = ", ".join(f"{what} {100 * share:.2f}" for what, share in result["accuracy"].items())
