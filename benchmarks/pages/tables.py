@@ -21,7 +21,7 @@ from lra.experiments.grid.cells import with_stages
 from lra.experiments.grid.grid import Cell, Grid
 from lra.experiments.results import ledger, report
 from lra.experiments.results.accuracy_tables import SEEDS_TITLE
-from lra.training.run_directory import time_and_memory
+from lra.training.run_directory import had_gpu_alone, time_and_memory
 
 MEASURED = Path(measured.BENCHMARKS.name)  # seen from the top of the checkout
 HEAD = (
@@ -182,7 +182,8 @@ def training_hours(
         if pace := paces.pace(run):
             alone.append(steps / pace / 3600)
         elif pace := own.get("steps_per_second"):
-            most.append(steps / pace / 3600 * (own.get("world_size") or 1))
+            hours = steps / pace / 3600 * (own.get("world_size") or 1)
+            (alone if had_gpu_alone(own) else most).append(hours)
     return alone, most
 
 
