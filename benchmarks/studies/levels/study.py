@@ -45,13 +45,12 @@ LUMA = np.array((19595, 38470, 7471))  # of red, green and blue, in 65,536ths, a
 
 def variants(task: Any, count: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Pixels of the same test images by what was done to them, uint8 `[count, pixels]`, and labels `[count]`."""
-    read = photographs if isinstance(task, Image.Config) else drawings
-    pixels, labels = read(task, count)
+    pixels, labels = photographs(task, count) if isinstance(task, Image.Config) else drawings(task, count)
     moved = pixels["rounded"].astype(np.int64) + np.random.default_rng(SEED).integers(-1, 2, pixels["rounded"].shape)
     return pixels | {"moved": moved.clip(0, 255).astype(np.uint8)}, labels
 
 
-def drawings(task: PathfinderConfig, count: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def drawings(task: Any, count: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Pathfinder's images, rounded and truncated, and their labels."""
     law = image_law(task.resolution, task.level)
     which: Any = dict(seed=task.data_seed, first=task.train + task.val, count=count, version=task.version)
@@ -97,11 +96,11 @@ def accuracy(module: TaskModule, pixels: np.ndarray, labels: np.ndarray, size: i
 def measure(name: str, count: int, source: str | None = None) -> dict[str, Any]:
     path = cards.RELEASES / name if name in cards.released() else Path(name)
     module = lra.load(path)
-    task = module.run.task
+    task: Any = module.run.task
     drawn = isinstance(task, PathfinderConfig) and task.source == "generate"
     if not (drawn or isinstance(task, Image.Config)) or module.run.pretrain != "none":
         raise UsageError(f"{path} classifies no images of generated Pathfinder or of Image: choose other weights")
-    if count > (most := task.test if drawn else PUBLISHED["test"]):
+    if count > (most := PUBLISHED["test"] if isinstance(task, Image.Config) else task.test):
         raise UsageError(f"--count {count} is more than the {most} test images of {path}: set a smaller one")
     if source and drawn:
         raise UsageError(f"--source {source} is of Image, and images of {path} are drawn: leave it out")
