@@ -66,14 +66,15 @@ def _writable(folder: Path) -> bool:
 
 def package_versions() -> dict[str, str | None]:
     """Installed versions of the packages on which a result depends; None for a missing one."""
+    return {"python": platform.python_version(), **{name: _installed_version(name) for name in PACKAGES}}
 
-    def version(name: str) -> str | None:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            return None
 
-    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+@functools.cache
+def _installed_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def current_commit() -> str | None:

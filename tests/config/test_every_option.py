@@ -164,12 +164,14 @@ def seen():
     return {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", fields_of_run())
 def test_a_field_of_the_run(field, finished, seen):
     of_images = field.startswith("augment.") and field != "augment.operands"
     assert not problem(field, on_task(*IMAGES) if of_images else RUN, finished, seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", OF_IMAGES)
 def test_a_field_of_images(field, seen):
     base = on_task(*IMAGES)
