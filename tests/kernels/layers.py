@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -214,21 +213,18 @@ def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], approx
         assert error < bound + approximation, f"result {i}: {error:.2g}"
 
 
-COMPILED_ROWS = 256  # of `launch_block`
-
-
 def dropout(rate: float, keys: Tensor) -> Any:
     """The numbers of dropout, as the launchers take them."""
     return keep_scale(dropout_threshold(rate)), dropout_threshold(rate), keys if rate else None, SITE
 
 
-def launch_block(case: dict[str, Any]) -> None:
+def launch_case(case: dict[str, Any]) -> None:
     """Launches the kernels around attention of a case with dtype, rate, d, f and pairs, for `compiling.compiled`."""
     from lra.kernels.layers import launch_layers
     from tests.kernels.aot import choose
 
     choose(90, hopper=True)
-    dtype, rows, d = getattr(torch, case["dtype"]), COMPILED_ROWS, case["d"]
+    dtype, rows, d = getattr(torch, case["dtype"]), 256, case["d"]
     x, *norm, weight, bias = project_case(rows, d, dtype).given
     cos, sin = angles(rows, case["pairs"])
     q, k, v, *kept = launch_layers.launch_project(x, *norm, weight, bias, cos, sin, EPS, dtype)
@@ -241,20 +237,7 @@ def launch_block(case: dict[str, Any]) -> None:
     _, *of_pooled = launch_layers.launch_pooled_feed_forward(o, x, *layers, *pooling, *numbers)
     launch_layers.launch_pooled_feed_forward_backward(given.dy, o, *of_pooled, *layers[2:5], *numbers)
     launch_layers.launch_project_backward(q, k, v, x, *kept, *norm, weight, cos, sin)
-
-
-def assert_compiled(
-    kernels: list[dict[str, Any]], names: list[str], spilt: int, without_products: str, case: Any
-) -> None:
-    """These kernels, with their products on tensor cores, and at most so many bytes of registers spilt.
-
-    Args:
-        without_products: a regular expression of the names of kernels that have none.
-    """
-    assert [kernel["name"] for kernel in kernels] == names
-    for kernel in kernels:
-        where = f"{case}: {kernel}"
-        assert kernel["stack"] <= spilt, where
-        assert bool(kernel["wgmma"]) == (not re.search(without_products, kernel["name"])), where
-        assert not kernel["mma"] and not kernel["atomics"], where
-        assert kernel["shared"] <= 227 * 1024, where
+    launch_layers.launch_embed(*embedding_case(rows, d, bool(case["pairs"]), case["rate"]))
+    for vocabulary, places in ((256, 0), (18, rows)):
+        ids, where = torch.zeros(rows, dtype=torch.int32), (given.start, given.length, places)
+        launch_layers.launch_table_gradient(drawn(rows, d), ids, vocabulary, dtype, *where, *numbers[1:])
