@@ -113,8 +113,8 @@ def points() -> Iterator[Point]:
         for name, columns in (("table3", SMALL), ("table6", LARGE)):
             for column in columns:
                 section = sections(name)[PRETRAINED if column in STRICT else OURS]
-                own = [row for row in section.report.rows if row.attention == "flash" and row.accuracy is not None]
-                rows = [row for row in own if row.column == column]
+                own = (row for row in section.report.rows if (row.attention, row.column) == ("flash", column))
+                rows = [row for row in own if row.accuracy is not None]
                 yield _point(section, grid.read_grid(name), column, rows, paces)
 
 

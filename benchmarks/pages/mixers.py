@@ -8,7 +8,9 @@ from typing import Any
 from benchmarks.pages.measured import link, read, table
 
 SHOWN = ("flash", "s4d", "gla")
-LONG = ("flash", "s4d", "mega")
+LONG = {  # what `attn=` and options choose, and how its files end
+    "`flash`": "flash-beside-mixers", "`s4d`": "s4d", "`mega`": "mega", "`mega`, `attn.value_dim=128`": "mega-value128",
+}  # fmt: skip
 STEPS = {"flash": "image-flash-beside-mixers", "s4d": "image-s4d", "gla": "image-gla"}  # measured one after the other
 
 
@@ -32,12 +34,11 @@ def mixers(root: Path) -> str:
 def long_mixers(root: Path) -> str:
     """Speed and memory of a captured step of models 128 wide, for two lengths."""
     rows = []
-    for name in LONG:
-        row = [f"`{name}`"]
+    for name, file in LONG.items():
+        row = [name]
         for task in ("pathfinder", "pathx"):
-            file = f"{task}-flash-beside-mixers" if name == "flash" else f"{task}-{name}"
             cells = ["", ""]
-            for path, result in read(root, f"results/step/h200/{file}.json"):
+            for path, result in read(root, f"results/step/h200/{task}-{file}.json"):
                 (loop,) = result["loops"]
                 cells = [link(_ms(loop), path), _memory(loop)]
             row += cells

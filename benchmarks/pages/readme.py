@@ -128,8 +128,7 @@ MADE: dict[str, Callable[[Path], str]] = {
     function.__name__: function
     for function in (
         headline, tasks, table3, table6, speedup, materialised, overlap, speed, sparse, short, profile, memory,
-        traffic, turns, learnability, prepare, exactness, randomness, choices, mixers,
-        long_mixers,
+        traffic, turns, learnability, prepare, exactness, randomness, choices, mixers, long_mixers,
     )
 }  # fmt: skip
 
