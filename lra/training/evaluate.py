@@ -71,7 +71,7 @@ def test(*args: str) -> dict[str, Any]:
     weights, identity = checkpoints.read_checkpoint(path)
     saved = transfer.drop_origin(identity["config"])
     saved["trainer"] = {field: saved["trainer"][field] for field in ("precision", "accelerator")}
-    for section in ("optim", "augment"):  # as trainer.steps, they would only be checked against each other
+    for section in ("optim", "augment"):  # of training alone; a cooldown would be checked against the default steps
         saved.pop(section, None)
     saved["model"] |= {"dropout": 0.0, "attn_dropout": 0.0}  # not every attention can have dropout
     run = restore(RunConfig, REGISTRIES, saved, given.values())

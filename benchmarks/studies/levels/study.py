@@ -97,10 +97,10 @@ def measure(name: str, count: int, source: str | None = None) -> dict[str, Any]:
     path = cards.RELEASES / name if name in cards.released() else Path(name)
     module = lra.load(path)
     task: Any = module.run.task
-    drawn = isinstance(task, PathfinderConfig) and task.source == "generate"
-    if not (drawn or isinstance(task, Image.Config)) or module.run.pretrain != "none":
+    drawn, read = isinstance(task, PathfinderConfig) and task.source == "generate", isinstance(task, Image.Config)
+    if not (drawn or read) or module.run.pretrain != "none":
         raise UsageError(f"{path} classifies no images of generated Pathfinder or of Image: choose other weights")
-    if count > (most := PUBLISHED["test"] if isinstance(task, Image.Config) else task.test):
+    if count > (most := PUBLISHED["test"] if read else task.test):
         raise UsageError(f"--count {count} is more than the {most} test images of {path}: set a smaller one")
     if source and drawn:
         raise UsageError(f"--source {source} is of Image, and images of {path} are drawn: leave it out")
