@@ -52,6 +52,9 @@ CASES = [
     Case((130, 1, 0, 64, 450), dtype=HALF, head_dim=64, layout="padded", slack=70, spread=4.0),
     Case((500, 70), dtype=HALF, dropout=0.1, spread=20.0),  # weights far above the first tile's: the second sweep
     Case((129, 257), dtype=HALF, head_dim=128, dropout=0.3, layout="padded"),
+    Case((128, 1, 0, 65, 100), dtype=HALF, dropout=0.1, spread=20.0),  # one tile of keys
+    Case((128, 64), dtype=HALF, head_dim=64, heads=3, strides="fused", layout="padded"),
+    Case((64, 30), dtype=HALF, head_dim=128, dropout=0.3),
     Case((500,), dtype=HALF, heads=1, dropout=0.1, sparse=butterfly(512, (64, 64))),
     Case((300, 100), dtype=HALF, head_dim=64, sparse=butterfly(384, (128, 64), factors=1)),
 ]
@@ -70,10 +73,11 @@ def test_within_budget(case, hopper):
 @pytest.mark.parametrize(("head_dim", "dropout", "shared"), [
     (32, 0.3, True), *(pytest.param(d, 0.0, False, marks=pytest.mark.slow) for d in (32, 64))
 ])  # fmt: skip
-def test_special_inputs(inputs, head_dim, dropout, shared, hopper, monkeypatch):
+@pytest.mark.parametrize("longest", [150, pytest.param(120, marks=pytest.mark.slow)])  # two tiles of keys, and one
+def test_special_inputs(inputs, longest, head_dim, dropout, shared, hopper, monkeypatch):
     """Of fp16, whose hidden keys are not extreme by themselves, those are counted as such."""
     monkeypatch.setattr(tiles, "EXTREME", tl.constexpr(256.0))
-    lengths = (20, 33, 150, 9, 1)
+    lengths = (20, 33, longest, 9, 1)
     case = with_inputs(Case(lengths, heads=1, head_dim=head_dim, dtype=HALF, dropout=dropout, seed=1), inputs)
     forced = tuning.force_tile("hopper_shared", tuning.Tile(128, 64, 8, 2)) if shared else nullcontext()
     with forced:

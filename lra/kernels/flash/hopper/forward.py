@@ -8,6 +8,9 @@ Weights are exp2(score - offset), and any offset that keeps them in range gives 
 for no maximum and rescales nothing: the offset is a row's maximum in its first tile. The sum of weights then lies
 between 1/2 and a bound, unless later scores lie far above those of the first tile, or scores are so large that rounding
 the offset matters. If a sum is out of range, the program visits all keys again, with Algorithm 1's running maximum.
+
+Sequences that are no longer than a tile of keys have a kernel without the loop. It needs fewer registers and less
+shared memory, so more programs run at a time: these sequences wait for memory.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -93,14 +96,14 @@ def drop_tile_weights(p, key, first_row, first_column, threshold, num_warps: gl.
 
 @gluon.jit
 def attend_all_keys(
-    q_tile, k_desc, v_desc, k_smem, v_smem, visits_ptr, n, start, length, head, first_row,
+    q_tile, q_ready, k_desc, v_desc, k_smem, v_smem, visits_ptr, n, start, length, head, first_row,
     key, scale_log2, threshold,
     STAGES: gl.constexpr, MAX_VISITS: gl.constexpr, DROPOUT: gl.constexpr, RUNNING: gl.constexpr,
-    num_warps: gl.constexpr,
+    ONE_TILE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """(Sums of weights times V, sums of weights, offset of each row) over the n tiles of keys.
 
-    The offset is the maximum of all scores if RUNNING, and otherwise that of the first tile.
+    The offset is the maximum of all scores if RUNNING, and otherwise that of the first tile. ONE_TILE: n is 1.
     """
     dtype: gl.constexpr = q_tile.dtype
     BLOCK_M: gl.constexpr = q_tile.shape[0]
@@ -125,10 +128,13 @@ def attend_all_keys(
         row = start + (last if i == 0 else visited_tile(visits_ptr, i - 1, n, BLOCK_N, MAX_VISITS))
         fetch_tile(k_desc, row, column, k_ready, k_smem, i, i < n)
         fetch_tile(v_desc, row, column, v_ready, v_smem, i, i < n)
+    if ONE_TILE:
+        mbarrier.wait(q_ready.index(0), 0)
     mbarrier.wait(k_ready.index(0), 0)
     s = warpgroup_mma(q_tile, k_smem.index(0).permute((1, 0)), nothing, use_acc=False)
-    v_row = start + visited_tile(visits_ptr, STAGES - 1, n, BLOCK_N, MAX_VISITS)
-    fetch_tile(k_desc, v_row, column, k_ready, k_smem, 0, n > STAGES)
+    if not ONE_TILE:
+        v_row = start + visited_tile(visits_ptr, STAGES - 1, n, BLOCK_N, MAX_VISITS)
+        fetch_tile(k_desc, v_row, column, k_ready, k_smem, 0, n > STAGES)
     partial = last + BLOCK_N > length
     if partial:
         s = hide_keys_past(s, last, length)
@@ -141,32 +147,35 @@ def attend_all_keys(
         zero_tile_past(v_smem.index(0), length - last, num_warps)
 
     slot, phase, first = 0, 0, last
-    for t in range(1, n):  # the weights `p` are those of tile t - 1, whose V is in `slot`
-        next_slot, next_phase = advance_slot(slot, phase, STAGES)
-        k_row = start + visited_tile(visits_ptr, t - 1 + STAGES, n, BLOCK_N, MAX_VISITS)
-        mbarrier.wait(k_ready.index(next_slot), next_phase)
-        next_s = warpgroup_mma(q_tile, k_smem.index(next_slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        if DROPOUT:
-            p = drop_tile_weights(p, key, first_row, first, threshold, num_warps)
-        p = gl.convert_layout(p, weights)
-        mbarrier.wait(v_ready.index(slot), phase)
-        out = warpgroup_mma(p, v_smem.index(slot), acc, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[next_s])
-        fetch_tile(k_desc, k_row, column, k_ready, k_smem, next_slot, t + STAGES < n)
-        if RUNNING:
-            new_top = gl.maximum(top, gl.max(s, 1))
-            shrink = gl.exp2((top - finite_offset(new_top)) * scale_log2)
-            sums *= gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None]
-            top = new_top
-        p32 = compute_weights(s, top, scale_log2, RUNNING)
-        sums += thread_sums(p32)
-        p_next = p32.to(dtype)
-        acc, _ = warpgroup_mma_wait(0, deps=[out, p])
-        fetch_tile(v_desc, v_row, column, v_ready, v_smem, slot, t - 1 + STAGES < n)
-        if RUNNING:
-            acc *= gl.convert_layout(shrink, gl.SliceLayout(1, outputs))[:, None]
-        p, first = p_next, visited_tile(visits_ptr, t - 1, n, BLOCK_N, MAX_VISITS)
-        slot, phase, v_row = next_slot, next_phase, k_row
+    if not ONE_TILE:
+        for t in range(1, n):  # the weights `p` are those of tile t - 1, whose V is in `slot`
+            next_slot, next_phase = advance_slot(slot, phase, STAGES)
+            k_row = start + visited_tile(visits_ptr, t - 1 + STAGES, n, BLOCK_N, MAX_VISITS)
+            mbarrier.wait(k_ready.index(next_slot), next_phase)
+            next_s = warpgroup_mma(
+                q_tile, k_smem.index(next_slot).permute((1, 0)), nothing, use_acc=False, is_async=True
+            )
+            if DROPOUT:
+                p = drop_tile_weights(p, key, first_row, first, threshold, num_warps)
+            p = gl.convert_layout(p, weights)
+            mbarrier.wait(v_ready.index(slot), phase)
+            out = warpgroup_mma(p, v_smem.index(slot), acc, is_async=True)
+            s = warpgroup_mma_wait(1, deps=[next_s])
+            fetch_tile(k_desc, k_row, column, k_ready, k_smem, next_slot, t + STAGES < n)
+            if RUNNING:
+                new_top = gl.maximum(top, gl.max(s, 1))
+                shrink = gl.exp2((top - finite_offset(new_top)) * scale_log2)
+                sums *= gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None]
+                top = new_top
+            p32 = compute_weights(s, top, scale_log2, RUNNING)
+            sums += thread_sums(p32)
+            p_next = p32.to(dtype)
+            acc, _ = warpgroup_mma_wait(0, deps=[out, p])
+            fetch_tile(v_desc, v_row, column, v_ready, v_smem, slot, t - 1 + STAGES < n)
+            if RUNNING:
+                acc *= gl.convert_layout(shrink, gl.SliceLayout(1, outputs))[:, None]
+            p, first = p_next, visited_tile(visits_ptr, t - 1, n, BLOCK_N, MAX_VISITS)
+            slot, phase, v_row = next_slot, next_phase, k_row
     if DROPOUT:
         p = drop_tile_weights(p, key, first_row, first, threshold, num_warps)
     mbarrier.wait(v_ready.index(slot), phase)
@@ -219,7 +228,7 @@ def hopper_forward_kernel(
     start_ptr, length_ptr, seed_ptr, index_ptr, visits_ptr, layouts, tiles,
     heads, total, max_length, padded_length, scale_log2, threshold,
     D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MAX_VISITS: gl.constexpr,
-    DROPOUT: gl.constexpr, num_warps: gl.constexpr,
+    DROPOUT: gl.constexpr, ONE_TILE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     head, b, start, length, owned, first_row = sequence_tile(
         gl.program_id(0), start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_M
@@ -251,17 +260,21 @@ def hopper_forward_kernel(
     acc = gl.zeros([BLOCK_M, D], gl.float32, outputs)
     if n > 0:
         fetch_tile(q_desc, start + first_row, head * D, q_ready, q_smem, 0, True)
-        mbarrier.wait(q_ready.index(0), 0)
+        if not ONE_TILE:
+            mbarrier.wait(q_ready.index(0), 0)
         acc, sums, top = attend_all_keys(
-            q_smem.index(0), k_desc, v_desc, k_smem, v_smem, visits_ptr, n, start, length, head, first_row,
-            key, scale_log2, threshold, STAGES, MAX_VISITS, DROPOUT, RUNNING=False, num_warps=num_warps,
+            q_smem.index(0), q_ready, k_desc, v_desc, k_smem, v_smem, visits_ptr, n, start, length, head, first_row,
+            key, scale_log2, threshold, STAGES, MAX_VISITS, DROPOUT, RUNNING=ONE_TILE, ONE_TILE=ONE_TILE,
+            num_warps=num_warps,
         )  # fmt: skip
-        wrong = is_offset_wrong(sums, top, scale_log2, dtype)
-        if gl.max(gl.where(rows < length, wrong, 0), 0) > 0:
-            acc, sums, top = attend_all_keys(
-                q_smem.index(0), k_desc, v_desc, k_smem, v_smem, visits_ptr, n, start, length, head, first_row,
-                key, scale_log2, threshold, STAGES, MAX_VISITS, DROPOUT, RUNNING=True, num_warps=num_warps,
-            )  # fmt: skip
+        if not ONE_TILE:
+            wrong = is_offset_wrong(sums, top, scale_log2, dtype)
+            if gl.max(gl.where(rows < length, wrong, 0), 0) > 0:
+                acc, sums, top = attend_all_keys(
+                    q_smem.index(0), q_ready, k_desc, v_desc, k_smem, v_smem, visits_ptr, n, start, length, head,
+                    first_row, key, scale_log2, threshold, STAGES, MAX_VISITS, DROPOUT, RUNNING=True,
+                    ONE_TILE=False, num_warps=num_warps,
+                )  # fmt: skip
 
     store_result(
         out_ptr, softmax_ptr, acc, sums, top, rows, first_row, start, length, owned, heads, head, total, threshold,
@@ -276,13 +289,15 @@ def plan_hopper_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, choic
     rows, columns, warps, stages = choice.tile
     visits, *visit_sizes, max_visits = problem.visits(rows, columns, q.device)
     q_tiles, k_tiles, v_tiles = describe_tiles(q, rows), describe_tiles(k, columns), describe_tiles(v, columns)
+    one_tile = not max_visits and problem.max_length <= columns
+    # registers of a thread, so that four or three programs run on a multiprocessor
+    registers = None if head_dim > 64 else 128 if one_tile else 168
     attend = RepeatedLaunch(
         hopper_forward_kernel, triton.cdiv(problem.max_length, rows) * heads * problem.size,
         *visit_sizes, heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E,
         problem.threshold,
-        D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, MAX_VISITS=max_visits, DROPOUT=problem.threshold > 0,
-        num_warps=min(warps, rows // 16),
-        maxnreg=168 if head_dim <= 64 else None,  # three programs on a multiprocessor
+        D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=1 if one_tile else stages, MAX_VISITS=max_visits,
+        DROPOUT=problem.threshold > 0, ONE_TILE=one_tile, num_warps=min(warps, rows // 16), maxnreg=registers,
     )  # fmt: skip
 
     def run(q: Tensor, k: Tensor, v: Tensor, sequences: SequenceTensors) -> tuple[Tensor, Tensor]:

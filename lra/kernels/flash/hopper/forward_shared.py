@@ -328,9 +328,9 @@ def hopper_rescan_kernel(
             mbarrier.wait(q_ready.index(0), phase)
             phase ^= 1
             acc, sums, top = sweep_alone(
-                q_smem.index(0), k_desc, v_desc, k_smem, v_smem, start_ptr, gl.cdiv(length, BLOCK_N), start, length,
-                head, first_row, key, scale_log2, threshold,
-                STAGES, MAX_VISITS=False, DROPOUT=DROPOUT, RUNNING=True, num_warps=GROUP_WARPS,
+                q_smem.index(0), q_ready, k_desc, v_desc, k_smem, v_smem, start_ptr, gl.cdiv(length, BLOCK_N), start,
+                length, head, first_row, key, scale_log2, threshold,
+                STAGES, MAX_VISITS=False, DROPOUT=DROPOUT, RUNNING=True, ONE_TILE=False, num_warps=GROUP_WARPS,
             )  # fmt: skip
             rows = first_row + gl.arange(0, GROUP_QUERIES, top.type.layout)
             store_result(
