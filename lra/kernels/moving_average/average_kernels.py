@@ -1,9 +1,10 @@
 """Sums of moving averages, and their derivatives, by the recurrence h = q h + x of each feature and dimension.
 
-A program owns 32 features of a chunk of one sequence, with one warp: a thread owns a feature and holds its dimensions
-in registers. It goes through the tokens in both directions. x is read and y is written once or twice, and no other
-tensor has a row for each token. A Fourier transform reads and writes several times as much. What a chunk does to the
-state after it is computed first, and a program begins by adding up the chunks before its own.
+A program owns 32 features of a chunk of one sequence and one side of it, what comes from earlier or from later tokens.
+It has one warp: a thread owns a feature and holds its dimensions in registers, and goes through the tokens. Each side
+reads x and writes rows of its own, and no other tensor has a row for each token. A Fourier transform reads and writes
+several times as much. What a chunk does to the state after it is computed first, and a program begins by adding up the
+chunks before its own.
 
 Shape suffixes: E dimensions of a feature's average, C features of a program, R rows of a tile. A tile has as many rows
 as there are dimensions, rounded up to a power of two, so that both have one layout: a thread has all rows of a feature,
@@ -38,6 +39,14 @@ def locate_chunk(start_ptr, length_ptr, chunks, width, CHUNK: tl.constexpr, DIMS
     first = chunk * CHUNK
     end = tl.minimum(first + CHUNK, length)
     return chunk, first, end, start, length, columns_C, columns_C < width, tl.arange(0, DIMS)
+
+
+@triton.jit
+def owns_side(side: tl.constexpr, PAST: tl.constexpr, FUTURE: tl.constexpr):
+    """Whether this program computes what comes from earlier tokens (side 0) or from later ones (side 1)."""
+    if side == 0:
+        return tl.program_id(2) == 0 if PAST >= 0 else False
+    return tl.program_id(2) == (1 if PAST >= 0 else 0) if FUTURE >= 0 else False
 
 
 @triton.jit
@@ -138,12 +147,12 @@ def chunk_state_kernel(
     """
     located = locate_chunk(start_ptr, length_ptr, chunks, width, CHUNK, R, C)
     _, first, end, start, length, columns_C, real_C, dims_E = located
-    if PAST >= 0:
+    if owns_side(0, PAST, FUTURE):
         write_state(
             x_ptr, q_ptr, states_ptr, first, end, start, length, columns_C, real_C, dims_E, dims, width,
             0, PAST, SECOND, R, C,
         )  # fmt: skip
-    if FUTURE >= 0:
+    if owns_side(1, PAST, FUTURE):
         write_state(
             x_ptr, q_ptr, states_ptr, first, end, start, length, columns_C, real_C, dims_E, dims, width,
             1, FUTURE, SECOND, R, C,
@@ -154,10 +163,9 @@ def chunk_state_kernel(
 def write_average(
     x_ptr, q_ptr, weight_ptr, states_ptr, y_ptr, chunk, first, end, start, length, columns_C, real_C, dims_E,
     dims, width,
-    SIDE: tl.constexpr, DIRECTION: tl.constexpr, ADD: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr,
+    SIDE: tl.constexpr, DIRECTION: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The weighted sum of the states of one side, as y or, with ADD, added to it."""
+    """The weighted sum of the states of one side, as y."""
     q_EC = load_coefficients(q_ptr, DIRECTION, dims_E, columns_C, real_C, dims, width)
     weight_EC = load_coefficients(weight_ptr, DIRECTION, dims_E, columns_C, real_C, dims, width)
     h_EC, _ = first_state(states_ptr, q_EC, chunk, length, dims_E, columns_C, real_C, dims, width, SIDE, False, CHUNK)
@@ -166,10 +174,7 @@ def write_average(
         here = tile_of(i, first, end, SIDE, R)
         token = tile_of(i + 1, first, end, SIDE, R)
         next_RC = load_rows(x_ptr, start, token, length, dims_E, columns_C, real_C, width)
-        if ADD:
-            y_RC = load_rows(y_ptr, start, here, length, dims_E, columns_C, real_C, width)
-        else:
-            y_RC = tl.zeros([R, C], tl.float32)
+        y_RC = tl.zeros([R, C], tl.float32)
         for step in tl.static_range(R):
             h_EC = h_EC * q_EC + pick_row(x_RC, dims_E, step if SIDE == 0 else R - 1 - step)[None, :]
             here_R = dims_E == (step if SIDE == 0 else R - 1 - step)
@@ -181,24 +186,24 @@ def write_average(
         x_RC = next_RC
 
 
-@triton.jit(do_not_specialize=["chunks", "width"])
+@triton.jit(do_not_specialize=["chunks", "width", "size"])
 def average_kernel(
-    x_ptr, start_ptr, length_ptr, q_ptr, weight_ptr, states_ptr, y_ptr, chunks, dims, width,
+    x_ptr, start_ptr, length_ptr, q_ptr, weight_ptr, states_ptr, y_ptr, chunks, dims, width, size,
     PAST: tl.constexpr, FUTURE: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """y of a chunk: the weighted sum of the states of both sides."""
+    """y of a chunk and a side: the weighted sum of its states. A side of y has `size` numbers."""
     located = locate_chunk(start_ptr, length_ptr, chunks, width, CHUNK, R, C)
     chunk, first, end, start, length, columns_C, real_C, dims_E = located
-    if PAST >= 0:
+    y_ptr += tl.program_id(2).to(tl.int64) * size
+    if owns_side(0, PAST, FUTURE):
         write_average(
             x_ptr, q_ptr, weight_ptr, states_ptr, y_ptr, chunk, first, end, start, length, columns_C, real_C, dims_E,
-            dims, width, 0, PAST, False, CHUNK, R, C,
+            dims, width, 0, PAST, CHUNK, R, C,
         )  # fmt: skip
-        tl.debug_barrier()  # y is read again
-    if FUTURE >= 0:
+    if owns_side(1, PAST, FUTURE):
         write_average(
             x_ptr, q_ptr, weight_ptr, states_ptr, y_ptr, chunk, first, end, start, length, columns_C, real_C, dims_E,
-            dims, width, 1, FUTURE, PAST >= 0, CHUNK, R, C,
+            dims, width, 1, FUTURE, CHUNK, R, C,
         )  # fmt: skip
 
 
@@ -242,12 +247,12 @@ def coefficient_gradient_kernel(
     """A chunk's sums of dy h, the gradient of the weights, and of dy dh/dq, that of q divided by the weights."""
     located = locate_chunk(start_ptr, length_ptr, chunks, width, CHUNK, R, C)
     chunk, first, end, start, length, columns_C, real_C, dims_E = located
-    if PAST >= 0:
+    if owns_side(0, PAST, FUTURE):
         write_sums(
             x_ptr, dy_ptr, q_ptr, states_ptr, sums_ptr, chunk, first, end, start, length, columns_C, real_C, dims_E,
             dims, width, 0, PAST, CHUNK, R, C,
         )  # fmt: skip
-    if FUTURE >= 0:
+    if owns_side(1, PAST, FUTURE):
         write_sums(
             x_ptr, dy_ptr, q_ptr, states_ptr, sums_ptr, chunk, first, end, start, length, columns_C, real_C, dims_E,
             dims, width, 1, FUTURE, CHUNK, R, C,
@@ -258,19 +263,22 @@ def launch_average(
     x: Tensor, start: Tensor, length: Tensor, q: Tensor, weight: Tensor, max_length: int, past: int, future: int,
     y: Tensor,
 ) -> None:  # fmt: skip
-    """Writes the weighted sum of averages into y, for the rows of each sequence.
+    """Writes the weighted sum of averages of each side into y, for the rows of each sequence.
 
     Args:
-        x: contiguous `[T, D]`. y has its shape.
+        x: contiguous `[T, D]`.
         q, weight: contiguous fp32 `[directions, E, D]`.
         past, future: the direction of q and weight for what comes from earlier and from later tokens; -1: none.
+        y: contiguous `[sides, T, D]`: the past, if there is any, then the future.
     """
     grid, chunks, options = _geometry(x, start, q, max_length, past, future)
     if not grid[0]:
         return
     with torch.cuda.device_of(x):
         states = _launch_states(x, start, length, q, grid, chunks, options, False)
-        average_kernel[grid](x, start, length, q, weight, states, y, chunks, q.shape[1], q.shape[2], **options)
+        average_kernel[grid](
+            x, start, length, q, weight, states, y, chunks, q.shape[1], q.shape[2], x.numel(), **options
+        )
 
 
 def launch_coefficient_gradient(
@@ -298,17 +306,17 @@ def choose_chunk(sequences: int, max_length: int, blocks: int) -> int:
 
 def _geometry(
     x: Tensor, start: Tensor, q: Tensor, max_length: int, past: int, future: int
-) -> tuple[tuple[int, int], int, dict[str, Any]]:
+) -> tuple[tuple[int, int, int], int, dict[str, Any]]:
     """The grid, the chunks of a sequence, and constants of the kernels."""
     blocks = math.ceil(x.shape[1] / FEATURES)
     chunk = choose_chunk(len(start), max_length, blocks)
     chunks = math.ceil(max_length / chunk) if len(x) else 0
     options = dict(PAST=past, FUTURE=future, CHUNK=chunk, R=triton.next_power_of_2(q.shape[1]), C=FEATURES, num_warps=1)
-    return (len(start) * chunks, blocks), chunks, options
+    return (len(start) * chunks, blocks, (past >= 0) + (future >= 0)), chunks, options
 
 
 def _launch_states(
-    x: Tensor, start: Tensor, length: Tensor, q: Tensor, grid: tuple[int, int], chunks: int, options: dict[str, Any],
+    x: Tensor, start: Tensor, length: Tensor, q: Tensor, grid: tuple[int, int, int], chunks: int, options: dict[str, Any],
     second: bool,
 ) -> Tensor:  # fmt: skip
     """What each chunk does to the state; nothing is computed if a sequence is one chunk."""

@@ -28,6 +28,11 @@ def moving_average(
     return _MovingAverage.apply(x, start, length, q, weight, max_length, padded)  # type: ignore[no-any-return]
 
 
+def _added(sides: Tensor) -> Tensor:
+    """The sum of what comes from both sides: outside of the operators, so that torch.compile fuses it."""
+    return sides[0] if len(sides) == 1 else sides[0] + sides[1]
+
+
 # The first call imports Triton, so that a machine without it can use a convolution.
 def _forward(
     x: Tensor, start: Tensor, length: Tensor, q: Tensor, weight: Tensor, max_length: int, padded: bool
@@ -35,7 +40,7 @@ def _forward(
     from lra.kernels.moving_average.average_kernels import launch_average
 
     record_kernel("layers", "moving_average")
-    y = (torch.zeros if padded else torch.empty)(x.shape, dtype=torch.float32, device=x.device)
+    y = (torch.zeros if padded else torch.empty)((len(q), *x.shape), dtype=torch.float32, device=x.device)
     q, weight = q.contiguous(), weight.contiguous()
     launch_average(x.contiguous(), start, length, q, weight, max_length, 0, len(q) - 1 or -1, y)
     return y
@@ -47,25 +52,27 @@ def _backward(
     from lra.kernels.moving_average.average_kernels import launch_average, launch_coefficient_gradient
 
     dy, x, q, weight = dy.contiguous(), x.contiguous(), q.contiguous(), weight.contiguous()
-    dx = (torch.zeros if padded else torch.empty)(x.shape, dtype=torch.float32, device=x.device)
+    dx = (torch.zeros if padded else torch.empty)((len(q), *x.shape), dtype=torch.float32, device=x.device)
     # what a token adds to later ones, it gets of them; so the directions change places
     launch_average(dy, start, length, q, weight, max_length, len(q) - 1 or -1, 0, dx)
     sums = launch_coefficient_gradient(x, dy, start, length, q, max_length, len(q) - 1 or -1)
-    return dx.to(x.dtype), sums[:, 1] * weight, sums[:, 0].contiguous()
+    return dx, sums[:, 1] * weight, sums[:, 0].contiguous()
 
 
 average_forward = define_operator(
     "moving_average",
     "(Tensor x, Tensor start, Tensor length, Tensor q, Tensor weight, SymInt max_length, bool padded) -> Tensor",
     _forward,
-    lambda x, *_: x.new_empty(x.shape, dtype=torch.float32),
+    lambda x, start, length, q, *_: x.new_empty((len(q), *x.shape), dtype=torch.float32),
 )
 average_backward = define_operator(
     "moving_average_backward",
     "(Tensor dy, Tensor x, Tensor start, Tensor length, Tensor q, Tensor weight, SymInt max_length, bool padded) "
     "-> (Tensor, Tensor, Tensor)",
     _backward,
-    lambda dy, x, start, length, q, weight, *_: tuple(y.new_empty(y.shape) for y in (x, q, weight)),
+    lambda dy, x, start, length, q, weight, *_: (
+        dy.new_empty((len(q), *x.shape)), q.new_empty(q.shape), weight.new_empty(weight.shape)
+    ),
 )
 
 
@@ -74,11 +81,12 @@ class _MovingAverage(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, start: Tensor, length: Tensor, q: Tensor, weight: Tensor, *rest: Any) -> Tensor:
         ctx.save_for_backward(x, start, length, q, weight)
         ctx.rest = rest
-        return average_forward(x, start, length, q, weight, *rest)  # type: ignore[no-any-return]
+        return _added(average_forward(x, start, length, q, weight, *rest))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, start, length, q, weight = ctx.saved_tensors
-        gradients = average_backward(dy, x, start, length, q, weight, *ctx.rest)
+        sides, dq, dweight = average_backward(dy, x, start, length, q, weight, *ctx.rest)
+        gradients = _added(sides).to(x.dtype), dq, dweight
         dx, dq, dweight = forbid_second_derivative(gradients, dy, x, q, weight)
         return dx, None, None, dq, dweight, None, None
