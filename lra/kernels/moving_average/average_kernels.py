@@ -30,15 +30,21 @@ PROGRAMS = 1024  # chunks are cut until there are as many, or until they are the
 
 
 @triton.jit
-def locate_chunk(start_ptr, length_ptr, chunks, width, CHUNK: tl.constexpr, DIMS: tl.constexpr, C: tl.constexpr):
-    """(Chunk, its first and end token, the sequence's first row and length, features, which are real, dimensions)."""
+def locate_chunk(
+    start_ptr, length_ptr, chunks, WIDTH: tl.constexpr, CHUNK: tl.constexpr, DIMS: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """(Chunk, its first and end token, the sequence's first row and length, features, which are real, dimensions).
+
+    Triton must not know that features begin at a multiple of 16 bytes: a thread would read several at once, and the
+    rows of a feature would lie in several threads.
+    """
     which = tl.program_id(0)
     b, chunk = which // chunks, which % chunks
     start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
-    columns_C = tl.program_id(1) * C + tl.arange(0, C)
+    columns_C = tl.multiple_of(tl.program_id(1) * C + tl.arange(0, C), 1)
     first = chunk * CHUNK
     end = tl.minimum(first + CHUNK, length)
-    return chunk, first, end, start, length, columns_C, columns_C < width, tl.arange(0, DIMS)
+    return chunk, first, end, start, length, columns_C, columns_C < WIDTH, tl.arange(0, DIMS)
 
 
 @triton.jit
@@ -50,30 +56,36 @@ def owns_side(side: tl.constexpr, PAST: tl.constexpr, FUTURE: tl.constexpr):
 
 
 @triton.jit
-def load_coefficients(ptr, direction: tl.constexpr, dims_E, columns_C, real_C, dims, width):
+def load_coefficients(ptr, direction: tl.constexpr, dims_E, columns_C, real_C, dims, WIDTH: tl.constexpr):
     """`[E, C]` of a tensor `[directions, dims, width]`, zeros past its dimensions and features."""
-    offset_EC = (direction * dims + dims_E[:, None]) * width + columns_C[None, :]
+    offset_EC = (direction * dims + dims_E[:, None]) * WIDTH + columns_C[None, :]
     return tl.load(ptr + offset_EC, mask=(dims_E < dims)[:, None] & real_C[None, :], other=0.0)
 
 
 @triton.jit
-def load_rows(ptr, start, token, length, rows_R, columns_C, real_C, width):
-    """The tile of tokens from `token` on, fp32, with zeros past the length."""
-    tokens_R = token + rows_R
-    offset_R = (start + tokens_R).to(tl.int64) * width
-    real_RC = (tokens_R >= 0)[:, None] & (tokens_R < length)[:, None] & real_C[None, :]
-    return tl.load(ptr + offset_R[:, None] + columns_C[None, :], mask=real_RC, other=0.0).to(tl.float32)
+def tile_pointers(ptr, row, rows_R, columns_C, WIDTH: tl.constexpr):
+    """The tile whose first row is this one. A thread has one address, and the distances of its rows are constants."""
+    return (ptr + row.to(tl.int64) * WIDTH + columns_C)[None, :] + (rows_R * WIDTH)[:, None]
 
 
 @triton.jit
-def state_offset(which, side: tl.constexpr, kind: tl.constexpr, dims_E, columns_C, dims, width):
+def load_rows(ptr, start, token, length, rows_R, columns_C, real_C, WIDTH: tl.constexpr):
+    """The tile of tokens from `token` on, fp32, with zeros past the length."""
+    tokens_R = token + rows_R
+    real_RC = (tokens_R >= 0)[:, None] & (tokens_R < length)[:, None] & real_C[None, :]
+    tile_RC = tile_pointers(ptr, start + token, rows_R, columns_C, WIDTH)
+    return tl.load(tile_RC, mask=real_RC, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def state_offset(which, side: tl.constexpr, kind: tl.constexpr, dims_E, columns_C, dims, WIDTH: tl.constexpr):
     """Where a chunk's states lie in `[chunks of all sequences, 2 sides, 2 kinds, dims, width]`."""
-    return ((which * 4 + side * 2 + kind).to(tl.int64) * dims + dims_E[:, None]) * width + columns_C[None, :]
+    return ((which * 4 + side * 2 + kind).to(tl.int64) * dims + dims_E[:, None]) * WIDTH + columns_C[None, :]
 
 
 @triton.jit
 def first_state(
-    states_ptr, q_EC, chunk, length, dims_E, columns_C, real_C, dims, width,
+    states_ptr, q_EC, chunk, length, dims_E, columns_C, real_C, dims, WIDTH: tl.constexpr,
     SIDE: tl.constexpr, SECOND: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The state h before a chunk, and its derivative with respect to q, of the chunks on one side of it."""
@@ -92,9 +104,9 @@ def first_state(
     for i in range(0, others):
         other = begun + (i if SIDE == 0 else tl.cdiv(length, CHUNK) - 1 - i)
         if SECOND:
-            offset_EC = state_offset(other, SIDE, 1, dims_E, columns_C, dims, width)
+            offset_EC = state_offset(other, SIDE, 1, dims_E, columns_C, dims, WIDTH)
             p_EC = p_EC * whole_EC + slope_EC * h_EC + tl.load(states_ptr + offset_EC, mask=mask_EC, other=0.0)
-        offset_EC = state_offset(other, SIDE, 0, dims_E, columns_C, dims, width)
+        offset_EC = state_offset(other, SIDE, 0, dims_E, columns_C, dims, WIDTH)
         h_EC = h_EC * whole_EC + tl.load(states_ptr + offset_EC, mask=mask_EC, other=0.0)
     return h_EC, p_EC
 
@@ -112,17 +124,17 @@ def tile_of(i, first, end, SIDE: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def write_state(
-    x_ptr, q_ptr, states_ptr, first, end, start, length, columns_C, real_C, dims_E, dims, width,
+    x_ptr, q_ptr, states_ptr, first, end, start, length, columns_C, real_C, dims_E, dims, WIDTH: tl.constexpr,
     SIDE: tl.constexpr, DIRECTION: tl.constexpr, SECOND: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The state of one side that a chunk's tokens leave, and with SECOND its derivative with respect to q."""
-    q_EC = load_coefficients(q_ptr, DIRECTION, dims_E, columns_C, real_C, dims, width)
+    q_EC = load_coefficients(q_ptr, DIRECTION, dims_E, columns_C, real_C, dims, WIDTH)
     h_EC = tl.zeros([R, C], tl.float32)
     p_EC = tl.zeros([R, C], tl.float32)
-    x_RC = load_rows(x_ptr, start, tile_of(0, first, end, SIDE, R), length, dims_E, columns_C, real_C, width)
+    x_RC = load_rows(x_ptr, start, tile_of(0, first, end, SIDE, R), length, dims_E, columns_C, real_C, WIDTH)
     for i in range(0, tl.cdiv(end - first, R)):
         token = tile_of(i + 1, first, end, SIDE, R)
-        next_RC = load_rows(x_ptr, start, token, length, dims_E, columns_C, real_C, width)
+        next_RC = load_rows(x_ptr, start, token, length, dims_E, columns_C, real_C, WIDTH)
         for step in tl.static_range(R):
             if SECOND:
                 p_EC = p_EC * q_EC + h_EC
@@ -130,14 +142,14 @@ def write_state(
         x_RC = next_RC
     mask_EC = (dims_E < dims)[:, None] & real_C[None, :]
     which = tl.program_id(0)
-    tl.store(states_ptr + state_offset(which, SIDE, 0, dims_E, columns_C, dims, width), h_EC, mask=mask_EC)
+    tl.store(states_ptr + state_offset(which, SIDE, 0, dims_E, columns_C, dims, WIDTH), h_EC, mask=mask_EC)
     if SECOND:
-        tl.store(states_ptr + state_offset(which, SIDE, 1, dims_E, columns_C, dims, width), p_EC, mask=mask_EC)
+        tl.store(states_ptr + state_offset(which, SIDE, 1, dims_E, columns_C, dims, WIDTH), p_EC, mask=mask_EC)
 
 
-@triton.jit(do_not_specialize=["chunks", "width"])
+@triton.jit(do_not_specialize=["chunks"])
 def chunk_state_kernel(
-    x_ptr, start_ptr, length_ptr, q_ptr, states_ptr, chunks, dims, width,
+    x_ptr, start_ptr, length_ptr, q_ptr, states_ptr, chunks, dims, WIDTH: tl.constexpr,
     PAST: tl.constexpr, FUTURE: tl.constexpr, SECOND: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
@@ -145,16 +157,16 @@ def chunk_state_kernel(
 
     PAST and FUTURE are the directions of the coefficients for what comes from earlier and from later tokens; -1: none.
     """
-    located = locate_chunk(start_ptr, length_ptr, chunks, width, CHUNK, R, C)
+    located = locate_chunk(start_ptr, length_ptr, chunks, WIDTH, CHUNK, R, C)
     _, first, end, start, length, columns_C, real_C, dims_E = located
     if owns_side(0, PAST, FUTURE):
         write_state(
-            x_ptr, q_ptr, states_ptr, first, end, start, length, columns_C, real_C, dims_E, dims, width,
+            x_ptr, q_ptr, states_ptr, first, end, start, length, columns_C, real_C, dims_E, dims, WIDTH,
             0, PAST, SECOND, R, C,
         )  # fmt: skip
     if owns_side(1, PAST, FUTURE):
         write_state(
-            x_ptr, q_ptr, states_ptr, first, end, start, length, columns_C, real_C, dims_E, dims, width,
+            x_ptr, q_ptr, states_ptr, first, end, start, length, columns_C, real_C, dims_E, dims, WIDTH,
             1, FUTURE, SECOND, R, C,
         )  # fmt: skip
 
@@ -162,69 +174,67 @@ def chunk_state_kernel(
 @triton.jit
 def write_average(
     x_ptr, q_ptr, weight_ptr, states_ptr, y_ptr, chunk, first, end, start, length, columns_C, real_C, dims_E,
-    dims, width,
+    dims, WIDTH: tl.constexpr,
     SIDE: tl.constexpr, DIRECTION: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum of the states of one side, as y."""
-    q_EC = load_coefficients(q_ptr, DIRECTION, dims_E, columns_C, real_C, dims, width)
-    weight_EC = load_coefficients(weight_ptr, DIRECTION, dims_E, columns_C, real_C, dims, width)
-    h_EC, _ = first_state(states_ptr, q_EC, chunk, length, dims_E, columns_C, real_C, dims, width, SIDE, False, CHUNK)
-    x_RC = load_rows(x_ptr, start, tile_of(0, first, end, SIDE, R), length, dims_E, columns_C, real_C, width)
+    q_EC = load_coefficients(q_ptr, DIRECTION, dims_E, columns_C, real_C, dims, WIDTH)
+    weight_EC = load_coefficients(weight_ptr, DIRECTION, dims_E, columns_C, real_C, dims, WIDTH)
+    h_EC, _ = first_state(states_ptr, q_EC, chunk, length, dims_E, columns_C, real_C, dims, WIDTH, SIDE, False, CHUNK)
+    x_RC = load_rows(x_ptr, start, tile_of(0, first, end, SIDE, R), length, dims_E, columns_C, real_C, WIDTH)
     for i in range(0, tl.cdiv(end - first, R)):
         here = tile_of(i, first, end, SIDE, R)
         token = tile_of(i + 1, first, end, SIDE, R)
-        next_RC = load_rows(x_ptr, start, token, length, dims_E, columns_C, real_C, width)
+        next_RC = load_rows(x_ptr, start, token, length, dims_E, columns_C, real_C, WIDTH)
         y_RC = tl.zeros([R, C], tl.float32)
         for step in tl.static_range(R):
             h_EC = h_EC * q_EC + pick_row(x_RC, dims_E, step if SIDE == 0 else R - 1 - step)[None, :]
             here_R = dims_E == (step if SIDE == 0 else R - 1 - step)
             y_RC += tl.where(here_R[:, None], tl.sum(h_EC * weight_EC, 0)[None, :], 0.0)
-        tokens_R = here + dims_E
-        offset_R = (start + tokens_R).to(tl.int64) * width
-        mask_RC = (tokens_R < length)[:, None] & real_C[None, :]
-        tl.store(y_ptr + offset_R[:, None] + columns_C[None, :], y_RC, mask=mask_RC)
+        mask_RC = (here + dims_E < length)[:, None] & real_C[None, :]
+        tl.store(tile_pointers(y_ptr, start + here, dims_E, columns_C, WIDTH), y_RC, mask=mask_RC)
         x_RC = next_RC
 
 
-@triton.jit(do_not_specialize=["chunks", "width", "size"])
+@triton.jit(do_not_specialize=["chunks", "size"])
 def average_kernel(
-    x_ptr, start_ptr, length_ptr, q_ptr, weight_ptr, states_ptr, y_ptr, chunks, dims, width, size,
+    x_ptr, start_ptr, length_ptr, q_ptr, weight_ptr, states_ptr, y_ptr, chunks, dims, WIDTH: tl.constexpr, size,
     PAST: tl.constexpr, FUTURE: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """y of a chunk and a side: the weighted sum of its states. A side of y has `size` numbers."""
-    located = locate_chunk(start_ptr, length_ptr, chunks, width, CHUNK, R, C)
+    located = locate_chunk(start_ptr, length_ptr, chunks, WIDTH, CHUNK, R, C)
     chunk, first, end, start, length, columns_C, real_C, dims_E = located
     y_ptr += tl.program_id(2).to(tl.int64) * size
     if owns_side(0, PAST, FUTURE):
         write_average(
             x_ptr, q_ptr, weight_ptr, states_ptr, y_ptr, chunk, first, end, start, length, columns_C, real_C, dims_E,
-            dims, width, 0, PAST, CHUNK, R, C,
+            dims, WIDTH, 0, PAST, CHUNK, R, C,
         )  # fmt: skip
     if owns_side(1, PAST, FUTURE):
         write_average(
             x_ptr, q_ptr, weight_ptr, states_ptr, y_ptr, chunk, first, end, start, length, columns_C, real_C, dims_E,
-            dims, width, 1, FUTURE, CHUNK, R, C,
+            dims, WIDTH, 1, FUTURE, CHUNK, R, C,
         )  # fmt: skip
 
 
 @triton.jit
 def write_sums(
     x_ptr, dy_ptr, q_ptr, states_ptr, sums_ptr, chunk, first, end, start, length, columns_C, real_C, dims_E,
-    dims, width,
+    dims, WIDTH: tl.constexpr,
     SIDE: tl.constexpr, DIRECTION: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The sums of dy h and of dy dh/dq of one side. dh/dq is a recurrence, too: p = q p + h, with h before x."""
-    q_EC = load_coefficients(q_ptr, DIRECTION, dims_E, columns_C, real_C, dims, width)
-    h_EC, p_EC = first_state(states_ptr, q_EC, chunk, length, dims_E, columns_C, real_C, dims, width, SIDE, True, CHUNK)
+    q_EC = load_coefficients(q_ptr, DIRECTION, dims_E, columns_C, real_C, dims, WIDTH)
+    h_EC, p_EC = first_state(states_ptr, q_EC, chunk, length, dims_E, columns_C, real_C, dims, WIDTH, SIDE, True, CHUNK)
     of_weight_EC = tl.zeros([R, C], tl.float32)
     of_q_EC = tl.zeros([R, C], tl.float32)
     token = tile_of(0, first, end, SIDE, R)
-    x_RC = load_rows(x_ptr, start, token, length, dims_E, columns_C, real_C, width)
-    dy_RC = load_rows(dy_ptr, start, token, length, dims_E, columns_C, real_C, width)
+    x_RC = load_rows(x_ptr, start, token, length, dims_E, columns_C, real_C, WIDTH)
+    dy_RC = load_rows(dy_ptr, start, token, length, dims_E, columns_C, real_C, WIDTH)
     for i in range(0, tl.cdiv(end - first, R)):
         token = tile_of(i + 1, first, end, SIDE, R)
-        next_x_RC = load_rows(x_ptr, start, token, length, dims_E, columns_C, real_C, width)
-        next_dy_RC = load_rows(dy_ptr, start, token, length, dims_E, columns_C, real_C, width)
+        next_x_RC = load_rows(x_ptr, start, token, length, dims_E, columns_C, real_C, WIDTH)
+        next_dy_RC = load_rows(dy_ptr, start, token, length, dims_E, columns_C, real_C, WIDTH)
         for step in tl.static_range(R):
             dy_1C = pick_row(dy_RC, dims_E, step if SIDE == 0 else R - 1 - step)[None, :]
             p_EC = p_EC * q_EC + h_EC
@@ -235,27 +245,27 @@ def write_sums(
         dy_RC = next_dy_RC
     mask_EC = (dims_E < dims)[:, None] & real_C[None, :]
     which = tl.program_id(0)
-    tl.store(sums_ptr + state_offset(which, DIRECTION, 0, dims_E, columns_C, dims, width), of_weight_EC, mask=mask_EC)
-    tl.store(sums_ptr + state_offset(which, DIRECTION, 1, dims_E, columns_C, dims, width), of_q_EC, mask=mask_EC)
+    tl.store(sums_ptr + state_offset(which, DIRECTION, 0, dims_E, columns_C, dims, WIDTH), of_weight_EC, mask=mask_EC)
+    tl.store(sums_ptr + state_offset(which, DIRECTION, 1, dims_E, columns_C, dims, WIDTH), of_q_EC, mask=mask_EC)
 
 
-@triton.jit(do_not_specialize=["chunks", "width"])
+@triton.jit(do_not_specialize=["chunks"])
 def coefficient_gradient_kernel(
-    x_ptr, dy_ptr, start_ptr, length_ptr, q_ptr, states_ptr, sums_ptr, chunks, dims, width,
+    x_ptr, dy_ptr, start_ptr, length_ptr, q_ptr, states_ptr, sums_ptr, chunks, dims, WIDTH: tl.constexpr,
     PAST: tl.constexpr, FUTURE: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """A chunk's sums of dy h, the gradient of the weights, and of dy dh/dq, that of q divided by the weights."""
-    located = locate_chunk(start_ptr, length_ptr, chunks, width, CHUNK, R, C)
+    located = locate_chunk(start_ptr, length_ptr, chunks, WIDTH, CHUNK, R, C)
     chunk, first, end, start, length, columns_C, real_C, dims_E = located
     if owns_side(0, PAST, FUTURE):
         write_sums(
             x_ptr, dy_ptr, q_ptr, states_ptr, sums_ptr, chunk, first, end, start, length, columns_C, real_C, dims_E,
-            dims, width, 0, PAST, CHUNK, R, C,
+            dims, WIDTH, 0, PAST, CHUNK, R, C,
         )  # fmt: skip
     if owns_side(1, PAST, FUTURE):
         write_sums(
             x_ptr, dy_ptr, q_ptr, states_ptr, sums_ptr, chunk, first, end, start, length, columns_C, real_C, dims_E,
-            dims, width, 1, FUTURE, CHUNK, R, C,
+            dims, WIDTH, 1, FUTURE, CHUNK, R, C,
         )  # fmt: skip
 
 
@@ -316,8 +326,8 @@ def _geometry(
 
 
 def _launch_states(
-    x: Tensor, start: Tensor, length: Tensor, q: Tensor, grid: tuple[int, int, int], chunks: int, options: dict[str, Any],
-    second: bool,
+    x: Tensor, start: Tensor, length: Tensor, q: Tensor, grid: tuple[int, int, int], chunks: int,
+    options: dict[str, Any], second: bool,
 ) -> Tensor:  # fmt: skip
     """What each chunk does to the state; nothing is computed if a sequence is one chunk."""
     if chunks == 1:

@@ -71,7 +71,9 @@ average_backward = define_operator(
     "-> (Tensor, Tensor, Tensor)",
     _backward,
     lambda dy, x, start, length, q, weight, *_: (
-        dy.new_empty((len(q), *x.shape)), q.new_empty(q.shape), weight.new_empty(weight.shape)
+        dy.new_empty((len(q), *x.shape)),
+        q.new_empty(q.shape),
+        weight.new_empty(weight.shape),
     ),
 )
 
