@@ -168,7 +168,8 @@ class Mega(Mixer):
     def mix(self, x: Tensor, residual: Tensor, batch: Batch) -> Tensor:
         averaged_TD = x if self.average is None else self.average(x, batch)
         update_TD, reset_TV, z_TK, candidate_TD = self.gates(averaged_TD).split(self.sizes, -1)
-        q_T1K, k_T1K = (F.silu(z_TK)[:, None] * self.scale + self.shift).chunk(2, 1)
+        z_T1K = F.silu(z_TK)[:, None]
+        q_T1K, k_T1K = (z_T1K * scale + shift for scale, shift in zip(self.scale, self.shift, strict=True))
         if self.config.rotary:
             angles = position_angles(batch.token_positions()[:, None], self.config.key_dim)
             q_T1K, k_T1K = rotate(q_T1K, angles.cos(), angles.sin()), rotate(k_T1K, angles.cos(), angles.sin())
