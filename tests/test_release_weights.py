@@ -54,10 +54,7 @@ def shown(text: str, block: int) -> list[list[str]]:
 
 
 # weights of before augment.levels: renewed ones must leave this list
-ON_EXACT_LEVELS = {
-    "path256", "path256-all", "path256-all-butterfly", "path64", "pathfinder", "pathx", "pathx-all",
-    "pathx-all-standard",
-}  # fmt: skip
+ON_EXACT_LEVELS = {"path256", "path256-all", "path256-all-butterfly", "pathx-all", "pathx-all-standard"}
 
 
 @pytest.mark.parametrize("name", PICTURED)
@@ -176,7 +173,7 @@ def test_scores_on_another_seed_stand_beside_the_stated_ones(tmp_path, capsys):
     assert result["test"]["n"] == 20 and result["environment"]["command"]
     shown = format_accuracy(result["test"])
     assert shown in capsys.readouterr().out
-    assert cards.rescored(tmp_path) == {"checkpoints/pathfinder": shown}
+    assert cards.rescored(tmp_path) == {cards.digest(folder("pathfinder")): shown}
     assert rescoring.main(["pathfinders"]) == 2 and "none of the released weights" in capsys.readouterr().err
 
 
@@ -195,10 +192,10 @@ def test_another_run_starts_from_a_release(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     few = ("task.train=4", "task.val=2", "task.test=2", "batch.size=2", "batch.eval=2", "optim.warmup=0")
     steps = ("trainer.steps=1", "trainer.eval_every=1", "trainer.log_every=1")
-    start = ("task=path64", "attn=flash", "recipe=curriculum", "task.tokens=lit", f"init={folder('pathfinder')}")
+    start = ("task=path64", "attn=flash", "recipe=paths", "task.tokens=lit", f"init={folder('pathfinder')}")
     result = lra.fit(*start, *few, *steps, *CPU)
     assert result["status"] == "finished" and result["steps"] == 1
-    assert result["transfer"]["task"] == "pathfinder@1" and not result["transfer"]["fresh"]
+    assert result["transfer"]["task"] == "pathfinder@2" and not result["transfer"]["fresh"]
     assert result["transfer"]["same"] == len(checkpoints.read_checkpoint(folder("pathfinder"))[0])
 
 
@@ -262,7 +259,7 @@ def test_what_is_not_one_finished_run_is_not_released(run, tmp_path):
     refused("model.safetensors and result.json .*: seed: 0 -> 1", config=result["config"] | {"seed": 1})
     (directory / "config.yaml").write_text(config)
     (directory / "result.json").write_text(json.dumps(result))
-    with pytest.raises(UsageError, match="starts from .*level=intermediate.*: release that run first, or copy"):
+    with pytest.raises(UsageError, match="starts from .*task.tokens=lit.*: release that run first, or copy"):
         release.release(directory, "new", releases, tmp_path / "none")
     (directory / "model.safetensors").unlink()
     refused("has a result and no weights")
@@ -302,7 +299,8 @@ def test_a_sheet_shows_what_the_test_set_has(name):
     for kind, images in record["sheet"].items():
         verdict, label = kind.split(", ")
         for image in images[:1]:
-            drawing = draw_image(chosen, seed=task["data_seed"], index=first + image["image"], version=1)
+            which = {"index": first + image["image"], "version": task.get("version", 1)}
+            drawing = draw_image(chosen, seed=task["data_seed"], **which)
             share = float(pictures.connected(module, drawing.pixels.reshape(1, -1))[0])
             assert image["label"] == label == ("apart", "connected")[drawing.label]
             assert abs(share - image["connected"]) < 1e-3
@@ -312,7 +310,7 @@ def test_a_sheet_shows_what_the_test_set_has(name):
 
 
 def test_the_pictures_are_those_of_the_weights(tmp_path):
-    name, count = "pathfinder", 64
+    name, count = "pathfinder", 128
     made = pictures.depict(pictures.PictureOptions(f"{folder(name)}", count), tmp_path)
     kept = json.loads((FOLDER / f"{name}.json").read_text())
     look, before = made["attention"], kept["attention"]

@@ -220,9 +220,9 @@ def _stage(number: int, result: Result) -> list[str]:
 
 
 def rescored(root: Path = measured.BENCHMARKS) -> dict[str, str]:
-    """Of released weights, by their folder, the accuracy on examples of another seed."""
+    """The accuracy on examples of another seed, by the digest of the weights."""
     found = measured.read(root, "studies/rescoring/*/*.json")
-    return {result["checkpoint"]: format_accuracy(result["test"]) for _, result in found}
+    return {result["sha256"]: format_accuracy(result["test"]) for _, result in found}
 
 
 def make(releases: Path = RELEASES, results: Path = measured.RUNS) -> dict[Path, str]:
@@ -237,7 +237,7 @@ def make(releases: Path = RELEASES, results: Path = measured.RUNS) -> dict[Path,
         (
             f"[{name}]({name}/README.md){mark(result)}",
             f"`{result['task']}`", result.get("protocol") or "", _league(result, runs), f"`{result['attn']}`",
-            format_accuracy(result["test"]), others.get(f"{RELEASES.name}/{name}", ""), f"{result['parameters']:,}",
+            format_accuracy(result["test"]), others.get(digest(releases / name), ""), f"{result['parameters']:,}",
         )
         for name, result in found.items()
     ]  # fmt: skip

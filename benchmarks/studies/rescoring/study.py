@@ -2,7 +2,8 @@
 
     python -m benchmarks.studies.rescoring.study NAME … [--count 5000] [--out FOLDER] [--fields field=value …]
 
-Fields are those of `lra test`. FOLDER/<gpu>/NAME.json has the score. checkpoints/README.md shows those of this folder.
+Fields are those of `lra test`. FOLDER/<gpu>/NAME.json has the score, and the digest of model.safetensors.
+checkpoints/README.md shows what this folder has of the weights that are released.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ def rescore(name: str, count: int, fields: Sequence[str]) -> dict[str, Any]:
     if name not in (known := cards.released()):
         raise UsageError(f"{name} is none of the released weights: {', '.join(known)}")
     data = (f"task.data_seed={SEED}", "task.train=8", "task.val=1", f"task.test={count}")
-    scored = lra.test(f"init={cards.RELEASES / name}", *data, *fields) | {"checkpoint": f"checkpoints/{name}"}
-    return {"environment": environment.describe(), "seed": SEED, "fields": list(fields)} | scored
+    scored = lra.test(f"init={cards.RELEASES / name}", *data, *fields)
+    weights = {"checkpoint": f"checkpoints/{name}", "sha256": cards.digest(cards.RELEASES / name)}
+    return {"environment": environment.describe(), "seed": SEED, "fields": list(fields)} | scored | weights
 
 
 @command
