@@ -15,6 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lra.config.declaration import declare_component
 from lra.config.sources import (
     SCRIPT,
     Source,
@@ -69,6 +70,7 @@ class Registry:
     def __init__(self, kind: str, package: str, facts: type, entry_points: str | None = None):
         self.kind, self.package, self.facts, self.entry_points = kind, package, facts, entry_points
         self._classes: dict[str, Any] = {}
+        self._declared: dict[str, Any] = {}  # of classes that were not imported when their configuration was asked for
 
     def register(self, name: str, *, requires: tuple[str, ...] = (), **facts: Any) -> Callable[[_Class], _Class]:
         """Adds a class.
@@ -89,6 +91,8 @@ class Registry:
             if not listed:
                 self._check_name(name, cls.__module__)
             cls.name, cls.facts = name, self.facts(**facts)  # type: ignore[attr-defined]
+            if name in self._declared and listed:  # one component has one Config
+                cls.Config = self._declared[name].Config  # type: ignore[attr-defined]
             if "Config" not in vars(cls):  # inherited: a name written there would be every heir's
                 cls.Config = type("Config", (cls.Config,), {})  # type: ignore[attr-defined]
             cls.Config.name, cls.Config.imported_from = name, "" if listed else cls.__module__  # type: ignore[attr-defined]
@@ -150,7 +154,11 @@ class Registry:
         return self.find(text).name if split_reference(text)[0] else text
 
     def get(self, text: str) -> Any:
-        """Returns the class of a name or a reference, to use it.
+        """Returns the class of a name or a reference, to use it. UsageError as in `find_usable`."""
+        return self._import(self.find_usable(text))
+
+    def find_usable(self, text: str) -> CatalogueEntry:
+        """Returns the component of a name or a reference, and imports nothing.
 
         Raises a UsageError that says what to do if it can't be used, also if a package that it needs is not installed.
         """
@@ -158,21 +166,38 @@ class Registry:
         if not entry.lacks and entry.missing:  # even if it is imported: what can be used does not depend on that
             packages = " ".join(requirement.split()[0] for requirement in entry.missing)
             raise UsageError(f"{self.kind} '{entry.name}' needs {', '.join(entry.missing)}: pip install {packages}")
-        return self._import(entry)
+        return self._whole(entry)
 
     def get_declared(self, text: str) -> Any:
-        """Returns the class of a name or a reference, to read its configuration and facts.
+        """Returns a class with the `Config`, the `facts` and the `recipe_section` of a name or a reference.
 
-        Packages that it needs may be missing here: results of other machines are read with it. Raises a UsageError if
-        its declaration is wrong.
+        A component of the registry's own package is not imported for that. Packages that it needs may be missing here:
+        results of other machines are read with it. Raises a UsageError if its declaration is wrong.
         """
-        return self._import(self.find(text))
+        entry = self._whole(self.find(text))
+        name = entry.name
+        if name in self._classes or not self._is_own(entry.module):
+            return self._import(entry)
+        if name not in self._declared:
+            file = find_source(entry.module)
+            assert file is not None, entry.module
+            declared = declare_component(file, entry.module, entry.class_name)
+            if declared is None:
+                return self._import(entry)
+            declared.facts = self.facts_of(entry)
+            declared.Config.name, declared.Config.imported_from = name, ""
+            self._declared[name] = declared
+        return self._declared[name]
+
+    def _whole(self, entry: CatalogueEntry) -> CatalogueEntry:
+        """Returns the entry. UsageError if its declaration is wrong."""
+        if entry.lacks:  # even if it is imported: another one may have taken its name
+            raise UsageError(f"{self.kind} '{entry.name}' lacks {entry.lacks}: rename, mend or remove what declares it")
+        return entry
 
     def _import(self, entry: CatalogueEntry) -> Any:
-        """Returns the class of an entry. UsageError if its declaration is wrong."""
+        """Returns the class of an entry whose declaration is whole."""
         name = entry.name
-        if entry.lacks:  # even if it is imported: another one may have taken its name
-            raise UsageError(f"{self.kind} '{name}' lacks {entry.lacks}: rename, mend or remove what declares it")
         if name not in self._classes or self._classes[name].__module__ != entry.module:
             import_component(entry.module)
         if entry.source:
@@ -254,8 +279,10 @@ class Registry:
 
     def _is_listed(self, name: str, module: str) -> bool:
         """Whether a module's component is found by its name alone."""
-        own = module.startswith(f"{self.package}.")
-        return own or any(point.value == module for point in self._entry_points.get(name, ()))
+        return self._is_own(module) or any(point.value == module for point in self._entry_points.get(name, ()))
+
+    def _is_own(self, module: str) -> bool:
+        return module.startswith(f"{self.package}.")
 
     def _check_name(self, name: str, source: str) -> None:
         """Raises a UsageError if a user's component has a name that is not its own, or that no folder can have."""

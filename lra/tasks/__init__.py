@@ -24,7 +24,7 @@ TASKS = Registry("task", "lra.tasks", TaskFacts, entry_points="lra.tasks")
 
 def task_version(config: Any) -> int:
     """The version that a task's configuration is of: its own field `version`, where it has one, else the task's."""
-    return getattr(config, "version", TASKS.get(config.name).facts.version)
+    return getattr(config, "version", TASKS.get_declared(config.name).facts.version)
 
 
 def versioned_name(config: Any) -> str:

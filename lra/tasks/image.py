@@ -12,7 +12,8 @@ from lra.data.split import Examples
 from lra.data.store import Store
 from lra.data.writer import StoreWriter
 from lra.tasks import TASKS
-from lra.tasks.base import TaskData, TaskModule, check_data_seed
+from lra.tasks.base import TaskData, TaskModule
+from lra.tasks.options import check_data_seed
 
 
 class ImageData(TaskData):

@@ -13,7 +13,8 @@ from lra.data.split import Split
 from lra.data.writer import StoreWriter
 from lra.errors import UsageError
 from lra.tasks import TASKS
-from lra.tasks.base import MOST_EXAMPLES, MOST_TOKENS, TaskData, TaskModule, check_data_seed, check_generated_only
+from lra.tasks.base import TaskData, TaskModule
+from lra.tasks.options import MOST_EXAMPLES, MOST_TOKENS, check_data_seed, check_generated_only
 
 
 class ListOpsData(TaskData):

@@ -14,7 +14,8 @@ from lra.data.split import shared_places
 from lra.data.writer import StoreWriter
 from lra.errors import UsageError
 from lra.tasks import TASKS
-from lra.tasks.base import MOST_EXAMPLES, TaskData, TaskModule, check_data_seed, check_generated_only
+from lra.tasks.base import TaskData, TaskModule
+from lra.tasks.options import MOST_EXAMPLES, check_data_seed, check_generated_only
 
 LEAST_LIT = 8  # the least id of a pixel that tokens=lit keeps
 

@@ -16,7 +16,8 @@ from lra.data.writer import StoreWriter
 from lra.errors import UsageError
 from lra.models.heads import PairClassifier
 from lra.tasks import TASKS
-from lra.tasks.base import MOST_TOKENS, TaskData, TaskModule
+from lra.tasks.base import TaskData, TaskModule
+from lra.tasks.options import MOST_TOKENS
 
 
 class RetrievalData(TaskData):

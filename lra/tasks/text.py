@@ -14,7 +14,8 @@ from lra.data.store import Store
 from lra.data.writer import StoreWriter
 from lra.errors import UsageError
 from lra.tasks import TASKS
-from lra.tasks.base import MOST_TOKENS, TaskData, TaskModule, check_data_seed
+from lra.tasks.base import TaskData, TaskModule
+from lra.tasks.options import MOST_TOKENS, check_data_seed
 
 
 class TextData(TaskData):

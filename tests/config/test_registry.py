@@ -87,6 +87,22 @@ def test_get_imports_and_attaches_facts_and_name(registry):
     assert cube.facts == Facts(6) and cube.Config().name == "cube"
 
 
+def test_a_configuration_is_read_without_an_import_and_stays_the_classs_own(registry):
+    declared = registry.get_declared("cube")
+    assert "shapes.cube" not in sys.modules and declared.facts == Facts(6) and declared.Config(2).name == "cube"
+    cube = registry.get("cube")
+    assert cube is not declared and cube.Config is declared.Config and registry.get_declared("cube") is cube
+
+
+def test_an_inherited_configuration_is_imported(registry, tmp_path):
+    head, _, body = source("slab").partition("@SHAPES")
+    register, _, rest = body.partition("    @dataclass")
+    parent = f"class Base:\n    @dataclass{rest}\n\n@SHAPES"
+    (tmp_path / "shapes" / "slab.py").write_text(head + parent + register.replace("class Cube:", "class Slab(Base):"))
+    slab = registry.get_declared("slab")
+    assert slab is registry.get("slab") and slab.Config().edge == 1 and slab.Config.name == "slab"
+
+
 def test_a_missing_package_is_named(registry):
     assert registry.catalogue()["ghost"].missing == ("no_such_package",)
     with pytest.raises(UsageError, match="pip install no_such_package"):

@@ -33,16 +33,6 @@ class AttentionSpec:
         return self.heads * self.head_dim
 
 
-LARGEST_COUNT = 1 << 16  # largest number of tokens, blocks or features in an option: a sequence of Path-256
-
-
-def check_option_counts(config: Any, least: int, *names: str) -> None:
-    """Raises a UsageError if an option of `attn.*` is below `least` or above LARGEST_COUNT. null is allowed."""
-    for name in names:
-        if (value := getattr(config, name)) is not None and not least <= value <= LARGEST_COUNT:
-            raise UsageError(f"attn.{name}={value} must be at least {least} and at most {LARGEST_COUNT}")
-
-
 class Mixer(nn.Module):
     """Base class of what mixes the tokens of each sequence.
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import re
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +14,8 @@ from lra.batch import Batch
 from lra.errors import UsageError
 from lra.kernels import block_sparse_attention
 from lra.kernels.flash.layout import Layout
-from lra.models.attention.base import LARGEST_COUNT, Attention, AttentionSpec
+from lra.models.attention.base import Attention, AttentionSpec
+from lra.models.attention.options import BlockConfig, BlockSparseConfig
 
 MOST_BLOCKS = 1 << 24  # of a layout, which is made from a table of them: 65,536 tokens in blocks of 16
 
@@ -29,10 +28,8 @@ class BlockSparseAttention(Attention):
     sized_by: ClassVar[str] = "block"  # the option that sets the sides of the blocks
     by_layer: ClassVar[bool] = False  # whether layers see different keys
 
-    @dataclass(frozen=True)
-    class Config:
-        impl: Literal["auto", "triton", "gather"] = "auto"  # auto: triton on a GPU, gather elsewhere
-        deterministic: bool = False  # gradients bitwise equal over runs, at some cost in speed
+    class Config(BlockSparseConfig):
+        """An heir adds its own."""
 
     @classmethod
     def make_layout(cls, config: Any, spec: AttentionSpec) -> tuple[Layout, str]:
@@ -58,27 +55,6 @@ class BlockSparseAttention(Attention):
             index=batch.index, dropout=0.0 if seed is None else self.spec.dropout, seed=seed, impl=self.config.impl,
             deterministic=self.config.deterministic,
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class BlockConfig(BlockSparseAttention.Config):
-    """Options of a pattern whose blocks the user sizes."""
-
-    block: str = "128"  # tokens of a square block, or "16x256": queries by keys
-
-    @property
-    def sides(self) -> tuple[int, int]:
-        """Queries and keys of a block."""
-        rows, _, columns = self.block.partition("x")
-        return int(rows), int(columns or rows)
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch("[1-9][0-9]*(x[1-9][0-9]*)?", self.block):
-            raise UsageError(f"attn.block={self.block} is no block: give a side, 128, or queries by keys, 16x256")
-        if max(self.sides) > LARGEST_COUNT:
-            raise UsageError(f"attn.block={self.block}: a side is at most {LARGEST_COUNT}")
-        if max(self.sides) % min(self.sides):
-            raise UsageError(f"attn.block={self.block}: one side must divide the other")
 
 
 def check_blocks(given: str, tokens: int, sides: tuple[int, int]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -26,6 +28,10 @@ from lra.models.attention.base import Attention
 )
 class CudnnAttention(Attention):
     """cuDNN's fused attention, through PyTorch."""
+
+    @dataclass(frozen=True)
+    class Config:
+        """It has no options."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         # a sequence of length 0 sees one column, as a softmax over nothing is NaN; its rows are zeroed like all padding

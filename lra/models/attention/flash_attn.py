@@ -11,6 +11,7 @@ import functools
 import importlib
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +48,10 @@ class FlashAttnLibrary(NamedTuple):
 )
 class FlashAttnAttention(Attention):
     """The flash-attn package: FlashAttention-3, 4 or 2, the first that is there."""
+
+    @dataclass(frozen=True)
+    class Config:
+        """It has no options."""
 
     def resolve(self, device: torch.device, precision: str) -> str:
         return f"{super().resolve(device, precision)} by {import_flash_attn().name}"

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from lra.batch import Batch
 from lra.errors import UsageError
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import AttentionSpec, Mixer, check_option_counts
+from lra.models.attention.base import AttentionSpec, Mixer
+from lra.models.attention.options import check_option_counts
 
 CHUNK = 16  # tokens between which pairs are computed
 LEAST_LOG_GATE = -5.0  # a factor of a decay within a chunk is at most e^40, which leaves room for gradients in fp32

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,10 @@ LEAST_NORMALISER = 1e-6  # the normaliser is at least this, so that a query whos
 )
 class LinearAttention(Attention):
     """Linear attention with the feature map elu(x) + 1."""
+
+    @dataclass(frozen=True)
+    class Config:
+        """It has no options."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None = None

@@ -8,8 +8,9 @@ from typing import Any, Literal
 from lra.kernels.block_sparse import layouts
 from lra.kernels.flash.layout import Layout
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import AttentionSpec, check_option_counts
+from lra.models.attention.base import AttentionSpec
 from lra.models.attention.block_sparse import BlockSparseAttention, check_blocks
+from lra.models.attention.options import BlockSparseConfig, check_option_counts
 
 
 @ATTENTIONS.register(
@@ -33,7 +34,7 @@ class LocalAttention(BlockSparseAttention):
     sized_by = "window"
 
     @dataclass(frozen=True)
-    class Config(BlockSparseAttention.Config):
+    class Config(BlockSparseConfig):
         window: int = 64  # tokens that a query sees, on both sides together
         # sliding: around each token; blocks: the block that a token lies in
         pattern: Literal["sliding", "blocks"] = "sliding"

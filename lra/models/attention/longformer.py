@@ -8,8 +8,9 @@ from typing import Any
 from lra.kernels.block_sparse import layouts
 from lra.kernels.flash.layout import Layout
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import AttentionSpec, check_option_counts
+from lra.models.attention.base import AttentionSpec
 from lra.models.attention.block_sparse import BlockSparseAttention
+from lra.models.attention.options import BlockSparseConfig, check_option_counts
 
 
 @ATTENTIONS.register(
@@ -29,7 +30,7 @@ class LongformerAttention(BlockSparseAttention):
     """
 
     @dataclass(frozen=True)
-    class Config(BlockSparseAttention.Config):
+    class Config(BlockSparseConfig):
         window: int = 512  # tokens, in all: half of them to either side
         globals: int = 1  # first tokens, which see all and are seen by all
 

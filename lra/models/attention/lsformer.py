@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from lra.batch import Batch
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import Attention, AttentionSpec, check_option_counts
+from lra.models.attention.base import Attention, AttentionSpec
+from lra.models.attention.options import check_option_counts
 
 
 @ATTENTIONS.register(

@@ -16,7 +16,8 @@ from lra.kernels.convolution import convolve
 from lra.kernels.impl import resolve_impl
 from lra.kernels.moving_average import moving_average
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import Attention, AttentionSpec, Mixer, check_option_counts
+from lra.models.attention.base import Attention, AttentionSpec, Mixer
+from lra.models.attention.options import check_option_counts
 from lra.models.positions import position_angles, rotate
 
 LANES = 64  # powers of a factor are computed at this distance, and between two of these
@@ -151,10 +152,11 @@ class Mega(Mixer):
             nn.init.zeros_(layer.bias)
         self.scale = nn.Parameter(WEIGHT_STD * torch.randn(2, keys))  # of queries and of keys
         self.shift = nn.Parameter(torch.zeros(2, keys))
-        inner, options = _parse_inner(config.inner)
+        name, options = _parse_inner(config.inner)
         heads = (values + keys - 1) // keys
         try:
-            self.inner = inner(options, AttentionSpec(heads, keys, spec.max_length, 0.0, spec.layer, spec.causal))
+            inside = AttentionSpec(heads, keys, spec.max_length, 0.0, spec.layer, spec.causal)
+            self.inner: Attention = ATTENTIONS.get(name)(options, inside)
         except UsageError as error:
             raise UsageError(f"attn.inner, with attn.key_dim={keys}: {error}") from None
 
@@ -185,16 +187,17 @@ class Mega(Mixer):
         return update_TD.sigmoid() * (candidate_TD - residual)
 
 
-def _parse_inner(inner: str) -> tuple[type[Attention], Any]:
-    """Returns the class of the attention inside, and its options. UsageError for a name or option that can't be."""
+def _parse_inner(inner: str) -> tuple[str, Any]:
+    """Returns the name and the options of the attention inside. UsageError for a name or option that can't be."""
     name, *options = inner.split() or [""]
     label = f"attn.inner={name}: "
     try:
-        cls = ATTENTIONS.get(name)
+        ATTENTIONS.find_usable(name)
+        declared = ATTENTIONS.get_declared(name)
     except UsageError as error:
         raise UsageError(f"{label}{error}") from None
-    facts = cls.facts
+    facts = declared.facts
     if facts.mixes or facts.shared_qk or facts.rotates:
         why = "is a mixer" if facts.mixes else "makes keys of queries" if facts.shared_qk else "turns features itself"
         raise UsageError(f"{label}it {why}, and takes no queries, keys and values as they are: use another, as flash")
-    return cls, parse_options(cls.Config, options, label)
+    return name, parse_options(declared.Config, options, label)

@@ -9,8 +9,9 @@ from lra.errors import UsageError
 from lra.kernels.block_sparse import layouts
 from lra.kernels.flash.layout import Layout
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import AttentionSpec, check_option_counts
-from lra.models.attention.block_sparse import BlockConfig, BlockSparseAttention
+from lra.models.attention.base import AttentionSpec
+from lra.models.attention.block_sparse import BlockSparseAttention
+from lra.models.attention.options import BlockConfig, check_option_counts
 
 
 @ATTENTIONS.register(

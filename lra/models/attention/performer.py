@@ -12,7 +12,8 @@ from torch import Tensor
 from lra.batch import Batch
 from lra.config.checks import check_at_least
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import Attention, AttentionSpec, check_option_counts
+from lra.models.attention.base import Attention, AttentionSpec
+from lra.models.attention.options import check_option_counts
 
 
 @ATTENTIONS.register(

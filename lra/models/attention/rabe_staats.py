@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lra.batch import Batch
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import Attention, check_option_counts
+from lra.models.attention.base import Attention
+from lra.models.attention.options import check_option_counts
 
 
 @ATTENTIONS.register(

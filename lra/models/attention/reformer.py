@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from lra.batch import Batch
 from lra.models.attention import ATTENTIONS, lsh
-from lra.models.attention.base import Attention, AttentionSpec, check_option_counts
+from lra.models.attention.base import Attention, AttentionSpec
+from lra.models.attention.options import check_option_counts
 
 SELF_LOGIT = -5e4  # logit of a token with itself: it counts only where nothing else is seen
 HASHED_ROWS = 4096  # at a time: a row is compared with all buckets, so all rows at once would take N^2 / bucket memory

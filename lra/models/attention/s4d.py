@@ -14,7 +14,8 @@ from lra.batch import Batch
 from lra.errors import UsageError
 from lra.kernels.convolution import convolve
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import AttentionSpec, Mixer, check_option_counts
+from lra.models.attention.base import AttentionSpec, Mixer
+from lra.models.attention.options import check_option_counts
 
 LANES = 64  # powers of a state's factor are computed at this distance, and between two of these
 OWN_RATE = {"lr": 1e-3, "weight_decay": 0.0}  # of A and the step size, as in the authors' code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ class SdpaAttention(Attention):
 
     On a GPU it takes bf16 alone, and head dimensions that are multiples of 8.
     """
+
+    @dataclass(frozen=True)
+    class Config:
+        """It has no options."""
 
     def resolve(self, device: torch.device, precision: str) -> str:
         super().resolve(device, precision)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lra.batch import Batch
 from lra.models.attention import ATTENTIONS, lsh
-from lra.models.attention.base import Attention, AttentionSpec, check_option_counts
+from lra.models.attention.base import Attention, AttentionSpec
+from lra.models.attention.options import check_option_counts
 
 
 @ATTENTIONS.register(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -22,6 +24,10 @@ from lra.models.attention.base import Attention
 )
 class StandardAttention(Attention):
     """Softmax attention that materialises the N x N scores: the baseline of Table 3."""
+
+    @dataclass(frozen=True)
+    class Config:
+        """It has no options."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         q_BHND, k_BHND, v_BHND = (batch.pad(x).transpose(1, 2) for x in (q, k, v))

@@ -1,0 +1,79 @@
+"""The configuration of a component, made from its source: what runs is its `Config` and what that names, and no more.
+
+A module of an attention or a task imports PyTorch, which takes seconds. Its fields, defaults and checks don't need it.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+DECLARED = {"Config", "recipe_section"}  # of a component's class: what configurations are made of
+
+
+def declare_component(file: Path, module: str, class_name: str) -> Any | None:
+    """Returns a class with a component's `Config`, and with its `recipe_section` if it has one.
+
+    It has the name of the component's class and no base. What these two name in their module runs before, in its order.
+    It runs a second time if the module is imported.
+
+    Args:
+        file, module: where the component is written.
+        class_name: the name of its class.
+
+    Returns:
+        None if the class inherits its `Config`, which only an import finds.
+    """
+    tree = ast.parse(file.read_text(encoding="utf-8"), file.name)
+    (component,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+    declared = [node for node in component.body if _defined_names(node) & DECLARED]
+    if not any("Config" in _defined_names(node) for node in declared):
+        return None
+    alone = copy.copy(component)
+    alone.bases, alone.keywords, alone.decorator_list, alone.body = [], [], [], declared
+    tree.body = [*_needed_statements([node for node in tree.body if node is not component], alone), alone]
+    made = ModuleType(f"{module}:{class_name}")
+    made.__file__ = str(file)
+    sys.modules[made.__name__] = made  # there dataclasses, typing and inspect look for it
+    exec(compile(tree, str(file), "exec"), made.__dict__)  # annotations stay text, as in this file
+    return made.__dict__[class_name]
+
+
+def _needed_statements(statements: Sequence[ast.stmt], user: ast.stmt) -> list[ast.stmt]:
+    """Returns the statements that `user` needs, and those that these need. Imports keep what is needed alone."""
+    names, found = _used_names(user), 0
+    while found != len(names):
+        found = len(names)
+        for statement in statements:
+            if _defined_names(statement) & names:
+                names |= _used_names(statement)
+    needed = [statement for statement in statements if _defined_names(statement) & names]
+    for statement in needed:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            statement.names = [alias for alias in statement.names if _defined_names(alias) & names]
+    return needed
+
+
+def _defined_names(node: ast.AST) -> set[str]:
+    """The names that a statement of a module or a class gives a meaning to."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return {node.name}
+    if isinstance(node, ast.alias):
+        return {node.asname or node.name.partition(".")[0]}
+    if isinstance(node, ast.Name):
+        return {node.id} if isinstance(node.ctx, ast.Store) else set()
+    return {name for child in ast.iter_child_nodes(node) for name in _defined_names(child)}
+
+
+def _used_names(node: ast.AST) -> set[str]:
+    """The names that a statement looks up. The annotations of functions are never looked up."""
+    if isinstance(node, ast.Name):
+        return {node.id}
+    unread = {id(getattr(node, "returns", None)), id(node.annotation) if isinstance(node, ast.arg) else 0}
+    children = (child for child in ast.iter_child_nodes(node) if id(child) not in unread)
+    return {name for child in children for name in _used_names(child)}

@@ -1,0 +1,97 @@
+"""The configurations of components are made from their sources, and are those that an import finds."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+
+from lra.config.declaration import declare_component
+from lra.config.fields import describe_fields
+from lra.config.registry import CatalogueEntry, Registry
+from lra.config.sources import find_source
+from lra.models.attention import ATTENTIONS
+from lra.tasks import TASKS
+from tests.command_line import ROOT
+
+OWN = [
+    pytest.param(registry, entry, id=entry.name)
+    for registry in (TASKS, ATTENTIONS)
+    for entry in registry.builtins().values()
+]
+SOURCE = """import math
+import json as unused
+from os import path, nowhere
+
+BASE, OTHER = 2, path.sep
+
+def check(value: nowhere.Type) -> nowhere.Type:
+    return math.sqrt(value)
+
+class Base(nowhere.Module):
+    class Config:
+        inherited: int = 1
+
+if BASE == 2:
+    LIMIT = BASE
+
+class Options:
+    side: int = LIMIT
+
+class Solid(Base):
+    recipe_section = {"all": {"model": {"layers": BASE}}}
+    drawn = nowhere.draw()
+
+    class Config(Options):
+        edge: float = check(9)
+
+class Heir(Base):
+    pass
+"""
+
+
+@pytest.mark.parametrize(("registry", "entry"), OWN)
+def test_a_config_from_its_source_is_the_one_that_an_import_finds(registry: Registry, entry: CatalogueEntry):
+    cls, file = registry.get_declared(entry.name), find_source(entry.module)
+    assert file is not None
+    alone = declare_component(file, entry.module, entry.class_name)
+    assert alone is not None, "it needs a Config of its own, as another's is found by an import"
+    module = __import__(entry.module, fromlist=[entry.class_name])
+    assert vars(module)[entry.class_name].Config is registry.get_declared(entry.name).Config, "one for each process"
+    assert getattr(alone, "recipe_section", {}) == getattr(cls, "recipe_section", {})
+    assert typing.get_type_hints(alone.Config) == typing.get_type_hints(cls.Config)
+    assert dataclasses.asdict(alone.Config()) == dataclasses.asdict(cls.Config())
+    assert [*describe_fields(alone.Config())] == [*describe_fields(cls.Config())]
+
+
+def test_no_config_of_lras_own_imports_torch():
+    program = (
+        "import sys; from lra.models.attention import ATTENTIONS; from lra.tasks import TASKS\n"
+        "for registry in (ATTENTIONS, TASKS):\n"
+        "    for name in registry.builtins():\n"
+        "        registry.get_declared(name).Config()\n"
+        "        assert 'torch' not in sys.modules, name\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_only_what_a_config_names_is_run(tmp_path: Path):
+    file = tmp_path / "solid.py"
+    file.write_text(SOURCE)
+    solid = declare_component(file, "solid", "Solid")
+    assert solid is not None and solid.__mro__[1:] == (object,)
+    assert (solid.Config.edge, solid.Config.side, solid.Config.__qualname__) == (3.0, 2, "Solid.Config")
+    assert solid.recipe_section == {"all": {"model": {"layers": 2}}} and not hasattr(solid, "drawn")
+    there = {name for name in vars(sys.modules[solid.__module__]) if not name.startswith("__")}
+    assert there - {"OTHER", "path"} == {"math", "BASE", "check", "LIMIT", "Options", "Solid"}  # OTHER stands by BASE
+
+
+def test_an_inherited_config_is_not_looked_for(tmp_path: Path):
+    file = tmp_path / "solid.py"
+    file.write_text(SOURCE)
+    assert declare_component(file, "solid", "Heir") is None
