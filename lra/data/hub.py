@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import TYPE_CHECKING, Any
 
 from lra.data import hub_errors
 from lra.errors import UsageError, first_line, is_disk_full, system_error
+
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
 
 CONFIG = "plain_text"  # of every data set read here
 CARD = "README.md"
@@ -159,6 +159,10 @@ def _parquet(paths: Sequence[Path]) -> HubSplit:
 @contextmanager
 def _opened(path: Path) -> Iterator[pq.ParquetFile]:
     """Opens a parquet file. An error while it is read is either the system's, and passes, or the file's."""
+    # here, as tasks name their data set before anything is read
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
         with path.open("rb") as file:  # by name, pyarrow takes some for addresses
             yield pq.ParquetFile(file)

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,8 +18,10 @@ from lra.config.schema import RunConfig
 from lra.data import picture
 from lra.errors import UsageError
 from lra.tasks import TASKS
-from lra.tasks.base import TaskData
 from lra.training.fit import configure
+
+if TYPE_CHECKING:
+    from lra.tasks.base import TaskData
 
 IMAGE_COUNT, TEXT_COUNT = 8, 2  # examples of a label
 TEXT_LINES = 8  # of an example in the terminal
@@ -50,7 +52,7 @@ def task_data(args: Iterable[str | Override]) -> TaskData:
         if field.partition(".")[0] in foreign:
             raise UsageError(f"{override} has no meaning for data: give task=, recipe= and fields of the task")
     if task := given.get("task"):  # composing would suggest fields that have no meaning here
-        own = {field.name for field in dataclasses.fields(TASKS.get(task.text).Config)}
+        own = {field.name for field in dataclasses.fields(TASKS.get_declared(task.text).Config)}
         for name in given:
             if name not in ("task", "recipe") and name.removeprefix("task.") not in own:
                 raise UsageError(describe_unknown(f"field of {task}", name, own))
