@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lra import environment
@@ -29,7 +30,5 @@ def __getattr__(name: str) -> Any:
         from lra import ranks
 
         ranks.check_variables()
-        from lra.training import evaluate, fit
-
-        return getattr(evaluate if name in ("load", "test") else fit, name)
+        return getattr(import_module(f"lra.training.{'evaluate' if name in ('load', 'test') else 'fit'}"), name)
     raise AttributeError(f"module 'lra' has no attribute '{name}'")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Annotated, Any, TypeVar
 
@@ -75,24 +72,6 @@ def verb(
         return function
 
     return add
-
-
-@contextmanager
-def uncollected_imports() -> Iterator[None]:
-    """Collects no garbage while PyTorch is imported inside, and leaves what the imports made out of later collections.
-
-    The imports make several hundred thousand objects that stay until the process ends. Searching them again and again
-    takes half a second. If PyTorch is imported already, nothing is different inside.
-    """
-    if "torch" in sys.modules or not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-        gc.freeze()
-    finally:
-        gc.enable()
 
 
 def parse_command(root: typer.Typer, arguments: Sequence[str]) -> Any:

@@ -102,6 +102,12 @@ def detect_launch(devices: int, given: bool = False, started: int | None = None)
     return Launch("lra", 0, devices, devices, 0)
 
 
+def started_ranks() -> int | None:
+    """Returns the number of ranks in the process group that this process has started; None if it has none."""
+    distributed = sys.modules.get("torch.distributed")  # without PyTorch there is no group, and it is not imported here
+    return distributed.get_world_size() if distributed is not None and distributed.is_initialized() else None
+
+
 def without_ranks(environ: Environment) -> dict[str, str]:
     """An environment without the variables of launchers, for a process that is no rank of this one's run."""
     of_launchers = {*COUNT_VARIABLES, *PLACE_VARIABLES, *STEP_VARIABLES, STARTER_VARIABLE}

@@ -157,7 +157,7 @@ def test_imports_go_down_the_layers_of_the_picture():
     layers = [
         "cli", "verbs", "commands help printing", "completion", "experiments", "bench", "training doctor", "tasks",
         "data models compile_caches", "kernels config ranks caches files",
-        "batch errors environment reading terminal streams timeline",
+        "batch errors environment imports reading terminal streams timeline",
     ]  # fmt: skip
     level = {name: depth for depth, names in enumerate(layers) for name in names.split()}
     for file in (ROOT / "lra").rglob("*.py"):

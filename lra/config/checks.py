@@ -27,9 +27,14 @@ def check_at_most(limit: int, section: str, config: Any, *names: str) -> None:
                 raise UsageError(f"{section and section + '.'}{name}={value} is too large: use at most {limit}")
 
 
+def round_dropout_rate(dropout: float) -> float:
+    """The rate at which elements are dropped where this one is asked for: the nearest multiple of 1/256."""
+    return round(256 * dropout) / 256
+
+
 def check_dropout_rate(name: str, dropout: float) -> None:
     """Raises a UsageError if a dropout rate, rounded to 1/256, drops everything, or nothing although it is not 0."""
-    dropped = round(256 * dropout)
-    if dropped == 256 or (dropout and not dropped):
+    dropped = round_dropout_rate(dropout)
+    if dropped == 1 or (dropout and not dropped):
         mend = "use at most 0.998" if dropped else "use 0, or at least 0.002"
-        raise UsageError(f"{name}={dropout} is {dropped // 256} in steps of 1/256: {mend}")
+        raise UsageError(f"{name}={dropout} is {dropped:.0f} in steps of 1/256: {mend}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lra.config.schema import RunConfig
 from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
-from lra.tasks.base import TaskData
+
+if TYPE_CHECKING:
+    from lra.tasks.base import TaskData
 
 
 def count_examples(task: Any, prepare: bool = False) -> int:
@@ -19,7 +21,7 @@ def count_examples(task: Any, prepare: bool = False) -> int:
     Raises:
         UsageError: the data are needed and not prepared, or can't be.
     """
-    attention = ATTENTIONS.get("standard")  # data have none, but a configuration has
+    attention = ATTENTIONS.get_declared("standard")  # data have none, but a configuration has
     data: TaskData = TASKS.get(task.name).Data(RunConfig(task, attention.Config()))
     if (stated := data.stated_examples()) is not None:
         return stated

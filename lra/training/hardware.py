@@ -28,8 +28,7 @@ def join_launch(run: RunConfig, given: bool = False) -> Launch:
     Raises:
         UsageError: the launcher started other ranks than were asked for.
     """
-    started = torch.distributed.get_world_size() if torch.distributed.is_initialized() else None
-    launch = ranks.detect_launch(run.trainer.devices, given, started)
+    launch = ranks.detect_launch(run.trainer.devices, given, ranks.started_ranks())
     for only in (rank_zero_only, fabric_rank_zero_only):
         only.rank = launch.rank  # pyright: ignore[reportFunctionMemberAccess]
     return launch

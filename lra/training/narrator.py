@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytorch_lightning as pl
+import torch
 
 from lra.config.schema import RunConfig
 from lra.tasks.base import TaskData, TaskModule
 from lra.training.clock import Clock, synchronize
 from lra.training.curves import log_row
 from lra.training.estimate import Estimate
-from lra.training.output import format_duration, format_gpu_memory, print_line
+from lra.training.output import format_duration, print_line
 from lra.training.step import Step
 
 
@@ -98,7 +99,7 @@ class Narrator(pl.Callback):
         total = f"{self._limit}{format_duration(training + scoring)}"
         cost = f"expect {total}: {parts}, {format_duration(scoring)} of scoring"
         place = cast(TaskData, trainer.datamodule).place  # type: ignore[attr-defined]
-        print_line(trainer, f"{again}{cost}{format_gpu_memory(trainer)}, {place}{self._describe_later()}")
+        print_line(trainer, f"{again}{cost}{_format_gpu_memory(trainer)}, {place}{self._describe_later()}")
         self._told = True
 
     def _describe_later(self) -> str:
@@ -122,3 +123,11 @@ class Narrator(pl.Callback):
         if self.estimate is not None:
             self.estimate.example = (self.clock.validation - self._validated) / self.estimate.validation
             self._tell(trainer)
+
+
+def _format_gpu_memory(trainer: pl.Trainer) -> str:
+    device = trainer.strategy.root_device
+    if device.type != "cuda":
+        return ""
+    peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+    return f", {peak / 1e9:.1f} of {total / 1e9:.0f} GB of GPU memory"

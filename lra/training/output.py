@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import pytorch_lightning as pl
-import torch
-from pytorch_lightning.utilities import rank_zero_only
+from typing import TYPE_CHECKING
 
 from lra.errors import name_file
 from lra.terminal import Terminal
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
 
 console = Terminal(soft_wrap=True)
 
@@ -19,23 +20,21 @@ def print_line(trainer: pl.Trainer, text: str) -> None:
             console.print(text)  # the bar draws on the same console
 
 
-@rank_zero_only
-def say(text: str, *notes: str) -> None:
-    """Prints a line and its notes."""
+def print_lines(*lines: str) -> None:
+    """Prints lines on any rank."""
     with name_file("the standard output"):
-        for line in (text, *(f"note: {note}" for note in notes)):
+        for line in lines:
             console.print(line)
+
+
+def say(text: str, *notes: str) -> None:
+    """Prints a line and its notes on rank 0."""
+    from pytorch_lightning.utilities import rank_zero_only  # here, as a run prints its first line before this import
+
+    rank_zero_only(print_lines)(text, *(f"note: {note}" for note in notes))
 
 
 def format_duration(seconds: float) -> str:
     if seconds < 180:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-def format_gpu_memory(trainer: pl.Trainer) -> str:
-    device = trainer.strategy.root_device
-    if device.type != "cuda":
-        return ""
-    peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
-    return f", {peak / 1e9:.1f} of {total / 1e9:.0f} GB of GPU memory"

@@ -19,14 +19,13 @@ import pytorch_lightning as pl
 
 from lra.config.compose import flatten
 from lra.errors import UsageError, name_error
-from lra.reading import read_json
 from lra.training.clock import Clock
 from lra.training.curves import RowLogger
 from lra.training.output import print_line
 from lra.training.run_directory import write_text
+from lra.training.run_files import LINKS_FILE, read_links
 from lra.training.step import Step
 
-LINKS_FILE = "loggers.json"
 MLFLOW_STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 PROJECT = "lra"  # on every service, unless its own environment variable names another
 
@@ -232,16 +231,3 @@ def watched(
     finally:
         for each in loggers:
             each.end(status)
-
-
-def read_links(folder: Path) -> dict[str, dict[str, str]]:
-    """Returns by service its name for a run, `id`, and where to look at it, `link`. Empty for a damaged file."""
-    try:
-        found = read_json(folder / LINKS_FILE)
-    except (FileNotFoundError, ValueError):
-        return {}
-    whole = isinstance(found, dict) and all(
-        isinstance(each, dict) and all(isinstance(each.get(key), str) for key in ("id", "link"))
-        for each in found.values()
-    )
-    return found if whole else {}

@@ -54,7 +54,7 @@ class RunDirectory:
         self.config = run.to_saved_dict()
         self.task = versioned_name(run.task)
         self.versions = hasattr(run.task, "version")  # whether a field chooses one
-        newest = self.task == f"{run.task.name}@{TASKS.get(run.task.name).facts.version}"
+        newest = self.task == f"{run.task.name}@{TASKS.get_declared(run.task.name).facts.version}"
         self.asked = f"the task is now {self.task}" if newest else f"{self.task} is asked for"
         self.resume = run.resume
         self._before: dict[Path, bytes | None] = {}  # what `opened` has replaced

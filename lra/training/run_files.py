@@ -13,6 +13,7 @@ from lra.reading import is_number, read_json, read_yaml
 EndStatus = Literal["finished", "oom", "failed"]  # how a run ended, if nothing stopped it
 END_STATUSES: tuple[EndStatus, ...] = get_args(EndStatus)
 ProvenanceRecord = dict[str, Any]  # as `lra.training.provenance` writes it
+LINKS_FILE = "loggers.json"
 UNKNOWN_COMMIT = "unknown"  # in a record, in place of a commit
 # numbers that a result may lack, as results of older versions do
 OPTIONAL_NUMBERS = (
@@ -64,6 +65,19 @@ def read_environments(file: Path) -> list[dict[str, Any]]:
     if not isinstance(sessions, list) or not all(isinstance(session, dict) for session in sessions):
         raise UsageError(f"{file} is damaged: remove it, what it stated of earlier sessions is lost")
     return sessions
+
+
+def read_links(folder: Path) -> dict[str, dict[str, str]]:
+    """Returns by service its name for a run, `id`, and where to look at it, `link`. Empty for a damaged file."""
+    try:
+        found = read_json(folder / LINKS_FILE)
+    except (FileNotFoundError, ValueError):
+        return {}
+    whole = isinstance(found, dict) and all(
+        isinstance(each, dict) and all(isinstance(each.get(key), str) for key in ("id", "link"))
+        for each in found.values()
+    )
+    return found if whole else {}
 
 
 def missing_fields(content: Mapping[str, Any]) -> str:

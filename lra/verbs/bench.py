@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from lra.commands import app, bench_app, uncollected_imports, verb
+from lra.commands import app, bench_app, verb
 from lra.completion import complete_fields
+from lra.imports import uncollected_imports
 from lra.printing import console, print_measured, print_rows
 
 

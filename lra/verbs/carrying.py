@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from lra.commands import caches_app, uncollected_imports, verb
+from lra.commands import caches_app, verb
+from lra.imports import uncollected_imports
 from lra.printing import console
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, get_args
 import typer
 from rich.table import Column, Table
 
-from lra.commands import config_app, ls_app, uncollected_imports, verb
+from lra.commands import config_app, ls_app, verb
 from lra.completion import complete_fields
 from lra.errors import UsageError
 from lra.printing import console, print_catalogue, print_rows
@@ -78,11 +78,10 @@ def ls_runs(
 @verb(config_app, "show", "lra.training.fit:configure")
 def config_show(fields: Fields = None) -> None:
     """Every field: its value, where that came from, what else it may be, and what it means."""
-    with uncollected_imports():
-        from lra.config.compose import flatten, to_dict
-        from lra.config.fields import describe_fields, format_value
-        from lra.kernels import effective_dropout
-        from lra.training.fit import configure
+    from lra.config.checks import round_dropout_rate
+    from lra.config.compose import flatten, to_dict
+    from lra.config.fields import describe_fields, format_value
+    from lra.training.fit import configure
 
     composed = configure(fields or ())
     values = dict(flatten(to_dict(composed.config)))
@@ -90,7 +89,7 @@ def config_show(fields: Fields = None) -> None:
     table = Table(Column("field", no_wrap=True), *folded, "may be; meaning")
     for field in describe_fields(composed.config):
         value, meaning = values[field.name], field.meaning
-        if field.name in ("model.dropout", "model.attn_dropout") and value != (dropped := effective_dropout(value)):
+        if field.name in ("model.dropout", "model.attn_dropout") and value != (dropped := round_dropout_rate(value)):
             meaning += f"; here {dropped:.4f} is dropped"
         table.add_row(field.name, format_value(value), composed.origin[field.name], f"{field.type}; {meaning}")
     console.print(table, soft_wrap=False)

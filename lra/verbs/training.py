@@ -9,8 +9,9 @@ import typer
 from rich.table import Table
 
 from lra import timeline
-from lra.commands import app, uncollected_imports, verb
+from lra.commands import app, verb
 from lra.help import FitCommand
+from lra.imports import uncollected_imports
 from lra.printing import console, print_scores
 from lra.verbs.fields import Fields
 
@@ -21,9 +22,8 @@ def fit(fields: Fields = None) -> None:
 
     The same command again prints the result of a finished run; resume=auto goes on with an unfinished one.
     """
-    with uncollected_imports():
-        from lra.training.fit import fit as run
-        from lra.training.remote_loggers import read_links
+    from lra.training.fit import fit as run
+    from lra.training.run_files import read_links
 
     result = run(*(fields or ()))
     timeline.mark_phase("end of process")

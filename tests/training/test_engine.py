@@ -17,8 +17,7 @@ from lra.data.collated import CollatedBatch
 from lra.data.split import Split
 from lra.errors import UsageError
 from lra.models.attention import ATTENTIONS
-from lra.training import assembly
-from lra.training import fit as fit_module
+from lra.training import assembly, session
 from lra.training import step as step_module
 from lra.training.assembly import build_modules
 from lra.training.checkpoints import read_checkpoint
@@ -116,7 +115,7 @@ def test_the_test_set_is_scored_by_the_same_code_whatever_came_before(small, wit
 
     monkeypatch.setattr(step_module.torch, "compile", compile)
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
-        patch.setattr(fit_module.checkpoints, "save_weights", fail)
+        patch.setattr(session.checkpoints, "save_weights", fail)
         small("name=whole")
     assert compiled == ["forward", "loss", "judge"]
     compiled.clear()

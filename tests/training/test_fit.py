@@ -76,7 +76,7 @@ def test_a_finished_run_returns_its_result_at_once(finished, monkeypatch):
     monkeypatch.chdir(finished.parents[4])
     monkeypatch.setattr(Step, "__call__", lambda *_: pytest.fail("trained again"))
     assert lra.fit(*arguments("name=done")) == json.loads((finished / "result.json").read_text())
-    monkeypatch.setattr("lra.training.fit.join_launch", lambda *_: SimpleNamespace(rank=1))
+    monkeypatch.setattr("lra.ranks.detect_launch", lambda *_: SimpleNamespace(rank=1))
     assert lra.fit(*arguments("name=done")) == {}, "only the first rank has a result to print"
 
 

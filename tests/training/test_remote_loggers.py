@@ -18,7 +18,8 @@ from lra.config.compose import flatten
 from lra.errors import UsageError
 from lra.training import curves
 from lra.training.clock import Clock
-from lra.training.remote_loggers import LINKS_FILE, SERVICES, RemoteLogger, read_links, watched
+from lra.training.remote_loggers import SERVICES, RemoteLogger, watched
+from lra.training.run_files import LINKS_FILE, read_links
 from lra.training.tally import Tally
 from tests.command_line import RUN, lra
 from tests.training.services import Calls, stand_in

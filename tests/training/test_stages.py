@@ -217,9 +217,16 @@ SELF_TAUGHT = (
 )  # fmt: skip
 
 
-def test_a_recipe_pretrains_before_it_fine_tunes(tmp_path, monkeypatch):
+def test_a_recipe_pretrains_before_it_fine_tunes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     result = lra.fit("task=listops", "attn=flash", *SELF_TAUGHT)
+    before, after = result["config"]["init"], result["directory"]
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("checkpoints/")]
+    runs = [f"{before}: 4 steps, then the test", f"{after}: 4 steps, then the test"]
+    assert said == [f"{after}: the run that it starts from is trained first", *runs]
+    lra.fit("task=listops", "attn=flash", *SELF_TAUGHT, "name=again")
+    again = f"{Path(after).with_name('again-s0')}: 4 steps, then the test"
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("checkpoints/")] == [again]
     (stage,) = starts("task=listops", "attn=flash", *SELF_TAUGHT)
     first = lra.fit(*stage)  # which prints what was trained, as it is done
     assert "pretrain=masked" in stage and first["pretrain"] == "masked" and "pretrain" not in result
