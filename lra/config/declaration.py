@@ -1,4 +1,4 @@
-"""The configuration of a component, made from its source: what runs is its `Config` and what that names, and no more.
+"""The configuration of a component, made from its source: its `Config` and the imports that this needs run, no more.
 
 A module of an attention or a task imports PyTorch, which takes seconds. Its fields, defaults and checks don't need it.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import copy
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,15 +18,14 @@ DECLARED = {"Config", "recipe_section"}  # of a component's class: what configur
 def declare_component(file: Path, module: str, class_name: str) -> Any | None:
     """Returns a class with a component's `Config`, and with its `recipe_section` if it has one.
 
-    It has the name of the component's class and no base. What these two name in their module runs before, in its order.
-    It runs a second time if the module is imported.
+    It has the name of the component's class and no base.
 
     Args:
         file, module: where the component is written.
         class_name: the name of its class.
 
     Returns:
-        None if the class inherits its `Config`, which only an import finds.
+        None if only an import finds the `Config`: the class inherits it, or it names what its module defines.
     """
     tree = ast.parse(file.read_text(encoding="utf-8"), file.name)
     (component,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
@@ -36,27 +34,19 @@ def declare_component(file: Path, module: str, class_name: str) -> Any | None:
         return None
     alone = copy.copy(component)
     alone.bases, alone.keywords, alone.decorator_list, alone.body = [], [], [], declared
-    tree.body = [*_needed_statements([node for node in tree.body if node is not component], alone), alone]
+    used, imports = _used_names(alone), []
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            node.names = [alias for alias in node.names if _defined_names(alias) & used]
+            imports += [node] if node.names else []
+        elif node is not component and _defined_names(node) & used:
+            return None
+    tree.body = [*imports, alone]
     made = ModuleType(f"{module}:{class_name}")
     made.__file__ = str(file)
     sys.modules[made.__name__] = made  # there dataclasses, typing and inspect look for it
     exec(compile(tree, str(file), "exec"), made.__dict__)  # annotations stay text, as in this file
     return made.__dict__[class_name]
-
-
-def _needed_statements(statements: Sequence[ast.stmt], user: ast.stmt) -> list[ast.stmt]:
-    """Returns the statements that `user` needs, and those that these need. Imports keep what is needed alone."""
-    names, found = _used_names(user), 0
-    while found != len(names):
-        found = len(names)
-        for statement in statements:
-            if _defined_names(statement) & names:
-                names |= _used_names(statement)
-    needed = [statement for statement in statements if _defined_names(statement) & names]
-    for statement in needed:
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            statement.names = [alias for alias in statement.names if _defined_names(alias) & names]
-    return needed
 
 
 def _defined_names(node: ast.AST) -> set[str]:

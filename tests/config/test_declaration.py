@@ -24,33 +24,31 @@ OWN = [
     for entry in registry.builtins().values()
 ]
 SOURCE = """import math
-import json as unused
-from os import path, nowhere
+import nowhere
+from os import path, missing
 
-BASE, OTHER = 2, path.sep
-
-def check(value: nowhere.Type) -> nowhere.Type:
-    return math.sqrt(value)
+LIMIT = 2
 
 class Base(nowhere.Module):
     class Config:
         inherited: int = 1
 
-if BASE == 2:
-    LIMIT = BASE
-
-class Options:
-    side: int = LIMIT
-
 class Solid(Base):
-    recipe_section = {"all": {"model": {"layers": BASE}}}
+    recipe_section = {"all": {"model": {"layers": 2}}}
     drawn = nowhere.draw()
 
-    class Config(Options):
-        edge: float = check(9)
+    class Config:
+        edge: float = math.sqrt(9)
+
+        def name(self, value: nowhere.Type) -> nowhere.Type:
+            return path.basename(value)
 
 class Heir(Base):
     pass
+
+class Limited(Base):
+    class Config:
+        edge: int = LIMIT
 """
 
 
@@ -80,18 +78,19 @@ def test_no_config_of_lras_own_imports_torch():
     assert done.returncode == 0, done.stderr
 
 
-def test_only_what_a_config_names_is_run(tmp_path: Path):
+def test_a_config_runs_with_its_imports_alone(tmp_path: Path):
     file = tmp_path / "solid.py"
     file.write_text(SOURCE)
     solid = declare_component(file, "solid", "Solid")
     assert solid is not None and solid.__mro__[1:] == (object,)
-    assert (solid.Config.edge, solid.Config.side, solid.Config.__qualname__) == (3.0, 2, "Solid.Config")
+    assert (solid.Config.edge, solid.Config().name("a/b"), solid.Config.__qualname__) == (3.0, "b", "Solid.Config")
     assert solid.recipe_section == {"all": {"model": {"layers": 2}}} and not hasattr(solid, "drawn")
     there = {name for name in vars(sys.modules[solid.__module__]) if not name.startswith("__")}
-    assert there - {"OTHER", "path"} == {"math", "BASE", "check", "LIMIT", "Options", "Solid"}  # OTHER stands by BASE
+    assert there == {"math", "path", "Solid"}
 
 
-def test_an_inherited_config_is_not_looked_for(tmp_path: Path):
+@pytest.mark.parametrize("name", ["Heir", "Limited"])
+def test_a_config_that_needs_its_module_is_left_to_an_import(tmp_path: Path, name: str):
     file = tmp_path / "solid.py"
     file.write_text(SOURCE)
-    assert declare_component(file, "solid", "Heir") is None
+    assert declare_component(file, "solid", name) is None

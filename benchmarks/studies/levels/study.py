@@ -37,7 +37,7 @@ from lra.data.split import Split
 from lra.errors import UsageError
 from lra.tasks.base import TaskModule
 from lra.tasks.image import Image
-from lra.tasks.pathfinder import PathfinderConfig
+from lra.tasks.options import PathfinderConfig
 
 SEED = 0  # of the moved pixels
 LUMA = np.array((19595, 38470, 7471))  # of red, green and blue, in 65,536ths, as Pillow has it

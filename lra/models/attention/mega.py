@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lra.batch import Batch
-from lra.config.options import parse_options
 from lra.errors import UsageError
 from lra.kernels.convolution import convolve
 from lra.kernels.impl import resolve_impl
 from lra.kernels.moving_average import moving_average
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention, AttentionSpec, Mixer
-from lra.models.attention.options import check_option_counts
+from lra.models.attention.options import check_option_counts, parse_inner_attention
 from lra.models.positions import position_angles, rotate
 
 LANES = 64  # powers of a factor are computed at this distance, and between two of these
@@ -137,7 +136,7 @@ class Mega(Mixer):
                 raise UsageError(f"attn.impl={self.impl} is of the average, and attn.expansion=0 leaves none: drop one")
             if self.rotary and self.key_dim % 2:
                 raise UsageError(f"attn.key_dim={self.key_dim} must be even, or attn.rotary=false")
-            _parse_inner(self.inner)
+            parse_inner_attention(self.inner)
 
     def __init__(self, config: Any, spec: AttentionSpec):
         super().__init__(config, spec)
@@ -152,7 +151,7 @@ class Mega(Mixer):
             nn.init.zeros_(layer.bias)
         self.scale = nn.Parameter(WEIGHT_STD * torch.randn(2, keys))  # of queries and of keys
         self.shift = nn.Parameter(torch.zeros(2, keys))
-        name, options = _parse_inner(config.inner)
+        name, options = parse_inner_attention(config.inner)
         heads = (values + keys - 1) // keys
         try:
             inside = AttentionSpec(heads, keys, spec.max_length, 0.0, spec.layer, spec.causal)
@@ -185,19 +184,3 @@ class Mega(Mixer):
         o_TV = self.inner.attend(q_THK, k_THK, v_THK, batch).flatten(1)[:, : reset_TV.shape[1]]
         candidate_TD = F.silu(candidate_TD + self.output(o_TV * F.silu(reset_TV)))
         return update_TD.sigmoid() * (candidate_TD - residual)
-
-
-def _parse_inner(inner: str) -> tuple[str, Any]:
-    """Returns the name and the options of the attention inside. UsageError for a name or option that can't be."""
-    name, *options = inner.split() or [""]
-    label = f"attn.inner={name}: "
-    try:
-        ATTENTIONS.find_usable(name)
-        declared = ATTENTIONS.get_declared(name)
-    except UsageError as error:
-        raise UsageError(f"{label}{error}") from None
-    facts = declared.facts
-    if facts.mixes or facts.shared_qk or facts.rotates:
-        why = "is a mixer" if facts.mixes else "makes keys of queries" if facts.shared_qk else "turns features itself"
-        raise UsageError(f"{label}it {why}, and takes no queries, keys and values as they are: use another, as flash")
-    return name, parse_options(declared.Config, options, label)

@@ -6,7 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lra.config.options import parse_options
 from lra.errors import UsageError
+from lra.models.attention import ATTENTIONS
 
 LARGEST_COUNT = 1 << 16  # largest number of tokens, blocks or features in an option: a sequence of Path-256
 
@@ -45,3 +47,19 @@ class BlockConfig(BlockSparseConfig):
             raise UsageError(f"attn.block={self.block}: a side is at most {LARGEST_COUNT}")
         if max(self.sides) % min(self.sides):
             raise UsageError(f"attn.block={self.block}: one side must divide the other")
+
+
+def parse_inner_attention(inner: str) -> tuple[str, Any]:
+    """Returns the name and the options of the attention inside. UsageError for a name or option that can't be."""
+    name, *options = inner.split() or [""]
+    label = f"attn.inner={name}: "
+    try:
+        ATTENTIONS.find_usable(name)
+        declared = ATTENTIONS.get_declared(name)
+    except UsageError as error:
+        raise UsageError(f"{label}{error}") from None
+    facts = declared.facts
+    if facts.mixes or facts.shared_qk or facts.rotates:
+        why = "is a mixer" if facts.mixes else "makes keys of queries" if facts.shared_qk else "turns features itself"
+        raise UsageError(f"{label}it {why}, and takes no queries, keys and values as they are: use another, as flash")
+    return name, parse_options(declared.Config, options, label)
