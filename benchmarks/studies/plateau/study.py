@@ -1,10 +1,10 @@
 """What makes the plateau of Pathfinder end? Many small runs at once, each a pretraining and what starts from it.
 
-    python -m benchmarks.studies.plateau.study [NAME …] [--minutes 7] [--each 3] [--seed 0] [--out FOLDER]
+    python -m benchmarks.studies.plateau.study [NAME …] [--minutes 9] [--each 3] [--seeds 0 …] [--out FOLDER]
 
-NAMEs are those of settings.py; without any, all run in its order, as many as there is time for. Each GPU has `--each`
-runs at once. All pretrainings of the chosen settings come first. When the time is over, every run is ended, and its
-metrics.csv counts. FOLDER/<gpu>/NAME-sSEED.json has the curve, and the step at which validation first reached 75%.
+NAMEs are those of settings.py; without any, all run in its order. Each GPU has `--each` runs at once. All pretrainings
+of the chosen settings come first. When the time is over, every run is ended, and its metrics.csv counts.
+FOLDER/<gpu>/NAME-sSEED.json has the curve, and the step at which validation first reached 75%.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import itertools
 import os
 import subprocess
 import sys
@@ -24,7 +25,7 @@ import torch
 
 from benchmarks.command import command
 from benchmarks.pages import measured
-from benchmarks.studies.plateau.settings import PRETRAINING, PRETRAININGS, SETTINGS, TRAINING
+from benchmarks.studies.plateau.settings import BASE, PRETRAINING, PRETRAININGS, SETTINGS
 from lra import environment
 from lra.bench.output import write_measurement
 from lra.errors import UsageError
@@ -46,14 +47,14 @@ def merged(*fields: str) -> list[str]:
 
 def pretraining(name: str, seed: int, extra: Sequence[str] = ()) -> list[str]:
     own = (*PRETRAINING, *PRETRAININGS[name], f"name=pretrained-{file_name(name)}", f"seed={seed}")
-    return merged(*own, "init=null", "engine=eager", *extra)
+    return merged(*own, "init=null", *extra)
 
 
 def training(name: str, seed: int, extra: Sequence[str] = ()) -> list[str]:
     setting = SETTINGS[name]
     init = "null" if setting.start is None else str(RUNS / f"pretrained-{file_name(setting.start)}-s{seed}")
-    own = (*TRAINING, *setting.fields, f"name={file_name(name)}", f"seed={seed}")
-    return merged(*own, f"init={init}", "engine=eager", *extra)
+    own = (*BASE, *setting.fields, f"name={file_name(name)}", f"seed={seed}")
+    return merged(*own, f"init={init}", *extra)
 
 
 def curve(metrics: Path) -> list[dict[str, float]]:
@@ -68,7 +69,7 @@ def first_step(points: Iterable[dict[str, float]], accuracy: float = REACHED) ->
     return next((int(point["step"]) for point in points if point["accuracy"] >= accuracy), None)
 
 
-def run_all(commands: dict[str, list[str]], gpus: int, each: int, deadline: float, logs: Path) -> None:
+def run_all(commands: dict[tuple[str, int], list[str]], gpus: int, each: int, deadline: float, logs: Path) -> None:
     """Runs `lra fit` with these fields, `each` at once on every GPU, until all have ended or the time is over."""
     waiting, running = list(commands.items()), {}
     slots = [gpu for _ in range(each) for gpu in range(max(gpus, 1))]
@@ -79,13 +80,13 @@ def run_all(commands: dict[str, list[str]], gpus: int, each: int, deadline: floa
                 slots.append(gpu)
                 log.close()
         while waiting and slots and deadline - time.monotonic() > LEAST:
-            (name, fields), gpu = waiting.pop(0), slots.pop(0)
-            log = open(logs / f"{file_name(name)}.log", "w", encoding="utf-8")  # noqa: SIM115
+            ((name, seed), fields), gpu = waiting.pop(0), slots.pop(0)
+            log = open(logs / f"{file_name(name)}-s{seed}.log", "w", encoding="utf-8")  # noqa: SIM115
             own = {"CUDA_VISIBLE_DEVICES": str(gpu)} if gpus else {}
             process = subprocess.Popen(
                 [sys.executable, "-m", "lra", "fit", *fields], stdout=log, stderr=log, env=os.environ | own
             )
-            running[name] = process, gpu, log
+            running[name, seed] = process, gpu, log
         if time.monotonic() > deadline:
             for process, _, _ in running.values():
                 process.terminate()
@@ -102,9 +103,9 @@ def run_all(commands: dict[str, list[str]], gpus: int, each: int, deadline: floa
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="Find what makes Pathfinder's plateau end.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="settings; default: all")
-    parser.add_argument("--minutes", type=float, default=7, help="of all runs together")
+    parser.add_argument("--minutes", type=float, default=9, help="of all runs together")
     parser.add_argument("--each", type=int, default=3, help="runs at once on a GPU")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="SEED")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, metavar="FOLDER", help="for the results")
     parser.add_argument("--fields", nargs="*", default=[], metavar="field=value", help="of lra fit, for every run")
     given = parser.parse_args(arguments)
@@ -116,31 +117,33 @@ def main(arguments: Sequence[str]) -> None:
     place = given.out / measured.place(described["gpu"])
     place.mkdir(parents=True, exist_ok=True)
     gpus = torch.cuda.device_count()
-    names = names[: max(gpus, 1) * given.each]  # what starts later has no time left
-    starts = dict.fromkeys(start for name in names if (start := SETTINGS[name].start))
-    first = {f"pretrained {name}": pretraining(name, given.seed, given.fields) for name in starts}
-    second = {name: training(name, given.seed, given.fields) for name in names}
-    for fields in (*first.values(), *(fields for name, fields in second.items() if not SETTINGS[name].start)):
+    chosen = [*itertools.product(names, given.seeds)]
+    starts = dict.fromkeys((start, seed) for name, seed in chosen if (start := SETTINGS[name].start))
+    first = {(f"pretrained {name}", seed): pretraining(name, seed, given.fields) for name, seed in starts}
+    second = {(name, seed): training(name, seed, given.fields) for name, seed in chosen}
+    for fields in (*first.values(), *(fields for (name, _), fields in second.items() if not SETTINGS[name].start)):
         configure(fields)
     logs = Path("logs")
     logs.mkdir(exist_ok=True)
     run_all(first, gpus, given.each, deadline, logs)
     run_all(second, gpus, given.each, deadline, logs)
-    for name, fields in (first | second).items():
-        folder = next(field for field in fields if field.startswith("name=")).removeprefix("name=")
-        run = RUNS / f"{folder}-s{given.seed}"
-        if not (run / "metrics.csv").exists():
-            print(f"{name}: no result, see {logs / file_name(name)}.log")
+    for (name, seed), fields in (first | second).items():
+        stem = f"{file_name(name)}-s{seed}"
+        if not (metrics := RUNS / stem / "metrics.csv").exists():
+            print(f"{name}, seed {seed}: no result, see {logs / stem}.log")
             continue
-        points = curve(run / "metrics.csv")
+        points = curve(metrics)
         result: dict[str, Any] = {
-            "setting": name, "seed": given.seed, "fields": fields, "curve": points,
-            "step": None if name in first else first_step(points), "environment": described,
+            "setting": name, "seed": seed, "fields": fields, "curve": points,
+            "step": None if (name, seed) in first else first_step(points), "environment": described,
         }  # fmt: skip
-        write_measurement(place / f"{file_name(name)}-s{given.seed}.json", result)
+        write_measurement(place / f"{stem}.json", result)
         last = points[-1] if points else {"step": 0, "accuracy": 0.0, "loss": 0.0}
         best = max((point["accuracy"] for point in points), default=0.0)
-        print(f"{name}: {last['step']} steps, at best {100 * best:.1f}%, 75% at step {result['step']}", flush=True)
+        print(
+            f"{name}, seed {seed}: {last['step']} steps, at best {100 * best:.1f}%, 75% at step {result['step']}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
