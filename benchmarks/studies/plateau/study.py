@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
-import itertools
 import os
 import subprocess
 import sys
@@ -117,7 +116,7 @@ def main(arguments: Sequence[str]) -> None:
     place = given.out / measured.place(described["gpu"])
     place.mkdir(parents=True, exist_ok=True)
     gpus = torch.cuda.device_count()
-    chosen = [*itertools.product(names, given.seeds)]
+    chosen: list[tuple[str, int]] = [(name, seed) for name in names for seed in given.seeds]
     starts = dict.fromkeys((start, seed) for name, seed in chosen if (start := SETTINGS[name].start))
     first = {(f"pretrained {name}", seed): pretraining(name, seed, given.fields) for name, seed in starts}
     second = {(name, seed): training(name, seed, given.fields) for name, seed in chosen}
