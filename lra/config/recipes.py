@@ -51,10 +51,12 @@ def config_label(kind: str, name: str) -> str:
 def config_file(kind: str, name: str) -> Path:
     """The YAML file of a name, or of a path. UsageError if there is none, or if two have the name."""
     if is_config_path(name):
-        if (stem := config_stem(name)) in config_names(kind):
-            raise UsageError(f"{kind} {name} goes by the name '{stem}', which another {kind} has: rename the file")
+        taken = (stem := config_stem(name)) in config_names(kind)
         if not (file := Path(name).expanduser()).is_file():
-            raise UsageError(f"{kind} {name} is not there: name a YAML file, or one of {', '.join(config_names(kind))}")
+            known = f"name a YAML file, or one of {', '.join(config_names(kind))}"
+            raise UsageError(f"{kind} '{name}' is not there: " + (f"did you mean '{stem}'?" if taken else known))
+        if taken:
+            raise UsageError(f"{kind} {name} goes by the name '{stem}', which another {kind} has: rename the file")
         return file
     modules, own = _installed_modules(kind).get(name, []), name in _own_names(kind)
     owners = ["lra"] * own + [owner for _, owner in modules]

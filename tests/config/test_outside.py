@@ -80,7 +80,7 @@ def test_a_package_brings_a_recipe_and_a_table(folder):
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ("none.yaml", "recipe none.yaml is not there: name a YAML file, or one of amos2024, "),
+        ("none.yaml", "recipe 'none.yaml' is not there: name a YAML file, or one of amos2024, "),
         ("demo.yaml", "recipe demo.yaml goes by the name 'demo', which another recipe has: rename the file"),
         ("theirz", "unknown recipe 'theirz': did you mean 'theirs'"),
         ("curriculum", "recipe 'curriculum' needs a name of its own, as lra and outside have one"),
@@ -97,8 +97,8 @@ def test_what_is_wrong_with_a_recipe_is_one_line(folder, recipe, message):
 
 def test_a_table_of_a_missing_recipe_or_file_is_one_line(folder):
     (folder / "board.yaml").write_text(yaml.safe_dump(TABLE | {"recipe": "gone.yaml"}))
-    refused(command("reproduce", "board.yaml", "--dry-run"), "board.yaml: recipe gone.yaml is not there")
-    refused(command("report", "elsewhere.yaml"), "table elsewhere.yaml is not there")
+    refused(command("reproduce", "board.yaml", "--dry-run"), "board.yaml: recipe 'gone.yaml' is not there")
+    refused(command("report", "elsewhere.yaml"), "table 'elsewhere.yaml' is not there")
 
 
 def test_an_attention_brings_what_recipes_do_not_say_of_it(folder, monkeypatch):
