@@ -82,7 +82,8 @@ def test_the_notebook_runs(clone):
     printed = "".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", ()))
     assert "13 passed, 3 not asked" in printed and re.search(r"steep +validation \d", printed)
     report = (clone / "report" / "table3.md").read_text()
-    assert re.search(r"\| nearby \| \S+ ± \S+ \|", report) and (clone / "curves.png").exists()
+    assert re.search(r"\| nearby \| \S+ ± \S+ \|", report) and "| nearby | 2 |" in report, "a mean of two seeds"
+    assert (clone / "curves.png").exists()
 
 
 def test_each_block_becomes_a_cell():

@@ -287,7 +287,8 @@ def test_a_damaged_checkpoint_is_refused_and_the_other_one_goes_on(tmp_path, who
     DAMAGES[damage](tmp_path / RUN / "last.ckpt")
     before = files(tmp_path)
     code, output = fit(tmp_path, *FIELDS, "resume=auto")
-    _, error = output.splitlines()  # the first line says what begins
+    first, error = output.splitlines()
+    assert first == f"{RUN}: 12 steps, then the test"
     assert code == 2 and error.startswith(f"lra: {RUN}/last.ckpt can't be read as a checkpoint of lra (")
     mend = f"resume={RUN}/best.ckpt"
     assert f"it is damaged or of another program; {RUN}/best.ckpt is whole: {mend} goes on there" in error
