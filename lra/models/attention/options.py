@@ -1,4 +1,4 @@
-"""What options of several attentions share. It needs no PyTorch, so that fields are checked before that is imported."""
+"""What checks options of attentions, and what several share: without PyTorch, which is imported after such checks."""
 
 from __future__ import annotations
 
