@@ -89,7 +89,7 @@ def _models() -> str:
     return (
         f"*paper*: FlashAttention, Tables 3 and 6. The models differ. `{OURS}` has {kinds[OURS]}, and stages with more "
         "data: shorter expressions, easier and smaller images, images without background; larger images of `butterfly` "
-        f"start from weights of `flash`. `{PATHS}` has {kinds[PATHS]}; it has such stages, too, mirrors images and "
+        f"start from weights of `flash`. `{PATHS}` has {kinds[PATHS]} and such stages, too; it mirrors images and "
         f"moves their grey levels. `{PRETRAINED}` has {kinds[PRETRAINED]}; it pretrains on the hidden tokens of "
         "the task's own training set, and is of the strict league ([results](docs/results.md#how-to-read-an-accuracy"
         f")). `{PAPERS}` has {kinds[PAPERS]} and one stage, after Xiong et al. 2021, from whom the paper took settings."
