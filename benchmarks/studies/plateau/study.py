@@ -71,7 +71,8 @@ def first_step(points: Iterable[dict[str, float]], accuracy: float = REACHED) ->
 def run_all(commands: dict[tuple[str, int], list[str]], gpus: int, each: int, deadline: float, logs: Path) -> None:
     """Runs `lra fit` with these fields, `each` at once on every GPU, until all have ended or the time is over."""
     waiting, running = list(commands.items()), {}
-    slots = [gpu for _ in range(each) for gpu in range(max(gpus, 1))]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+    slots = [gpu for _ in range(each) for gpu in visible]
     while waiting or running:
         for slot, (process, gpu, log) in list(running.items()):
             if process.poll() is not None:
@@ -81,7 +82,7 @@ def run_all(commands: dict[tuple[str, int], list[str]], gpus: int, each: int, de
         while waiting and slots and deadline - time.monotonic() > LEAST:
             ((name, seed), fields), gpu = waiting.pop(0), slots.pop(0)
             log = open(logs / f"{file_name(name)}-s{seed}.log", "w", encoding="utf-8")  # noqa: SIM115
-            own = {"CUDA_VISIBLE_DEVICES": str(gpu)} if gpus else {}
+            own = {"CUDA_VISIBLE_DEVICES": gpu} if gpus else {}
             process = subprocess.Popen(
                 [sys.executable, "-m", "lra", "fit", *fields], stdout=log, stderr=log, env=os.environ | own
             )
