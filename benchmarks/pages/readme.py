@@ -30,6 +30,7 @@ from benchmarks.pages.measured import from_docs, link, read, table
 from benchmarks.pages.mixers import long_mixers, mixers
 from benchmarks.pages.speeds import materialised, speedup
 from benchmarks.pages.tables import OVERLAP, caveats, sections, with_seeds
+from benchmarks.studies.plateau.settings import SETTINGS, file_name
 from lra.config.recipes import read_recipe, recipe_names
 from lra.config.registry import Registry
 from lra.experiments.results.ledger import finished_hardware
@@ -107,6 +108,19 @@ def learnability(root: Path) -> str:
     return table(header, rows)
 
 
+def plateau(root: Path) -> str:
+    rows = []
+    for name, setting in SETTINGS.items():
+        found = read(root, f"studies/plateau/*/{file_name(name)}-s*.json")
+        for file, result in sorted(found, key=lambda pair: pair[1]["seed"]):
+            step, best = result["step"], max(point["accuracy"] for point in result["curve"])
+            rows.append((
+                name, link(str(result["seed"]), file), setting.why, f"{result['curve'][-1]['step']:,}",
+                "never" if step is None else f"{step:,}", f"{100 * best:.1f}",
+            ))  # fmt: skip
+    return table(("setting", "seed", "what it is", "steps", "75% at step", "best of validation, %"), rows)
+
+
 def prepare(root: Path) -> str:
     rows = [
         (
@@ -128,7 +142,7 @@ MADE: dict[str, Callable[[Path], str]] = {
     function.__name__: function
     for function in (
         headline, tasks, table3, table6, speedup, materialised, overlap, speed, sparse, short, profile, memory,
-        traffic, turns, learnability, prepare, exactness, randomness, choices, mixers, long_mixers,
+        traffic, turns, learnability, plateau, prepare, exactness, randomness, choices, mixers, long_mixers,
     )
 }  # fmt: skip
 

@@ -19,6 +19,11 @@ ONE_AXIS = ("model.axes=1", "model.heads=8")  # as Amos et al. 2024 have it
 PRETRAININGS: dict[str, tuple[str, ...]] = {"pixels": (), "lit": ("task.tokens=lit",), "one axis": ONE_AXIS}
 
 
+def file_name(name: str) -> str:
+    """What a run of this setting, and the file of its result, are called."""
+    return name.replace(", ", "+").replace(" ", "-")
+
+
 class Setting(NamedTuple):
     """What is trained, beside BASE, and from which pretraining; None: from nothing."""
 

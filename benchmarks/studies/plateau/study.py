@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.command import command
 from benchmarks.pages import measured
-from benchmarks.studies.plateau.settings import BASE, PRETRAINING, PRETRAININGS, SETTINGS
+from benchmarks.studies.plateau.settings import BASE, PRETRAINING, PRETRAININGS, SETTINGS, file_name
 from lra import environment
 from lra.bench.output import write_measurement
 from lra.errors import UsageError
@@ -33,10 +33,6 @@ from lra.training.fit import configure
 REACHED = 0.75
 LEAST = 40  # seconds that a run needs to be worth a start
 RUNS = Path("checkpoints") / "runs" / "pathfinder" / "flash"  # below the working folder
-
-
-def file_name(name: str) -> str:
-    return name.replace(", ", "+").replace(" ", "-")
 
 
 def merged(*fields: str) -> list[str]:
