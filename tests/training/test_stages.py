@@ -137,7 +137,8 @@ def test_every_rule_can_apply(recipe):
         assert {"when", "from"} <= set(rule) <= {"when", "from", "with"}
         task = rule["when"].get("task", "listops")
         fields = dict(compose.flatten(compose.to_dict(TASKS.get(task).Config())))
-        when = {"task.tokens": "lit"} if "tokens" in fields else {}  # rules for all tokens come first
+        # rules for all tokens and for the default number of images come first
+        when = {"task.tokens": "lit", "task.train": "1000"} if "tokens" in fields else {}
         # and those of one attention before the one for all: sdpa has none of its own
         given = [f"{name}={value}" for name, value in ({"task": task, "attn": "sdpa"} | when | rule["when"]).items()]
         run = composed((f"recipe={recipe}", *given))
