@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from lra.data.numba_rng import GOLDEN, cached_njit, draw_below, mix_bits, start_stream
-from lra.data.pathfinder.stamps import DEGREES
+from lra.data.pathfinder.stamps import DEGREES, SOLID
 
 # As records, not arrays: these are passed on in the innermost loops, and numba counts references to arrays
 PADDLE = np.dtype([("kind", "i8"), ("at", "i8")])  # its kind, and the place of its first pixel in a map
@@ -21,7 +21,7 @@ _RANDOM = np.dtype([("state", "u8")])
 
 _DRAWS = 3  # of a step, before a contour is given up
 _ATTEMPTS = 5  # at a distractor, before it is left out
-_OVERLAP = 459  # two masks overlap where they sum to this: 1.8 of 255
+_OVERLAP = 255 + SOLID  # two masks overlap where they sum to this: 1.8 of 255
 _FREE = 76  # largest value of a pixel that counts as free: 0.3 of 255
 _DEAD_END = 1e-4  # least sum of the weights of the possible steps with which a contour goes on
 _PROPOSALS = 3  # of a step by its turn alone, before the space around all steps is looked at
@@ -58,7 +58,7 @@ def _pixel(law, at):
 def _occupy(kinds, space, paddle, occupied):
     kind = kinds[paddle.kind]
     for i in range(kind.mask[0], kind.mask[1]):
-        place = paddle.at + space[i].offset
+        place = np.uintp(paddle.at + space[i].offset)  # unsigned, as numba looks whether others count from the end
         occupied[place] = max(occupied[place], space[i].value)
 
 
@@ -66,15 +66,15 @@ def _occupy(kinds, space, paddle, occupied):
 def _vacate(kinds, space, paddle, occupied, empty):
     kind = kinds[paddle.kind]
     for i in range(kind.mask[0], kind.mask[1]):
-        place = paddle.at + space[i].offset
+        place = np.uintp(paddle.at + space[i].offset)
         occupied[place] = empty[place]
 
 
 @cached_njit
 def _fits(kind, space, at, occupied):
     """Whether a paddle overlaps nothing."""
-    for i in range(kind.mask[0], kind.mask[1]):
-        if np.int64(occupied[at + space[i].offset]) + space[i].value >= _OVERLAP:
+    for i in range(kind.mask[0], kind.solid):
+        if np.int64(occupied[np.uintp(at + space[i].offset)]) + space[i].value >= _OVERLAP:
             return False
     return True
 
@@ -84,7 +84,7 @@ def _free(kind, space, at, occupied):
     """How free the margin around a pixel is, 0 to 255: 255 less the largest value there."""
     most = 0
     for i in range(kind.disc[0], kind.disc[1]):
-        most = max(most, np.int64(occupied[at + space[i].offset]))
+        most = max(most, np.int64(occupied[np.uintp(at + space[i].offset)]))
     return 255 - most
 
 

@@ -22,6 +22,7 @@ from lra.data.pathfinder.law import ImageLaw
 
 DEGREES = 360
 CHOICES = 16  # at most so many steps may follow a paddle
+SOLID = 204  # least value of an entry of a mask that may overlap another: with 255 it sums to 1.8 of 255
 _ANTIALIAS = 2  # rasters are drawn this much larger, then scaled down
 
 # Displacements are y and x in pixels, patches the range of their entries.
@@ -37,7 +38,8 @@ KIND = np.dtype(
         ("startable", "?"),  # whether a contour may begin in this direction
         ("extent", "i4", (2, 2)),  # of the probe: least and largest y, least and largest x
         ("probe", "i4", 2),  # pixels that must be free where a contour begins
-        ("mask", "i4", 2),  # space that the paddle occupies
+        ("mask", "i4", 2),  # space that the paddle occupies, the largest values first
+        ("solid", "i4"),  # end of those entries of the mask that may overlap another
         ("disc", "i4", 2),  # pixels around a tip that must be free: as far as the margin
         ("ink", "i4", 2),
     ],
@@ -84,8 +86,8 @@ def make_tables(law: ImageLaw) -> Tables:
         first.append(len(kinds))
         more, *entries = _kinds(law, margin, width)
         more["following"] += len(kinds)
-        for patch in ("probe", "mask", "disc"):
-            more[patch] += len(space)
+        for name in ("probe", "mask", "solid", "disc"):
+            more[name] += len(space)
         more["ink"] += len(ink)
         kinds, space, ink = (np.concatenate(pair) for pair in zip((kinds, space, ink), (more, *entries), strict=True))
     sizes = {"side": law.resolution, "border": border, "width": width, "frame": max(law.padding, 2 * law.seed_distance)}
@@ -159,6 +161,7 @@ def _kinds(law: ImageLaw, margin: int, width: int) -> tuple[np.ndarray, np.ndarr
         kinds[name] += sum(map(len, parts))
         parts.append(entries)
     ink = np.stack([_shrink(line.astype(np.float32), 2 * half + 1) for line in lines]) / np.float32(255)
+    kinds["solid"] = kinds["mask"][:, 0] + (mask >= SOLID).sum((1, 2))
     kinds["ink"], drops = _sparse(np.maximum(ink, 0), width, INK)
     return kinds, np.concatenate(parts), drops
 
@@ -214,8 +217,10 @@ def _extent(hit: np.ndarray, half: int) -> np.ndarray:
 
 
 def _sparse(patches: np.ndarray, width: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """The pixels of `patches` `[n, side, side]` that are not 0: ranges `[n, 2]` and entries."""
+    """The pixels of `patches` `[n, side, side]` that are not 0, the largest first: ranges `[n, 2]` and entries."""
     patch, y, x = np.nonzero(patches)
+    order = np.lexsort((-patches[patch, y, x].astype(np.float32), patch))
+    patch, y, x = patch[order], y[order], x[order]
     entries = np.empty(len(patch), dtype)
     half = patches.shape[1] // 2
     entries["offset"], entries["value"] = (y - half) * width + x - half, patches[patch, y, x]
