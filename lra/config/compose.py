@@ -102,16 +102,18 @@ def compose(
     before, asked = split_start_fields(overrides)
     given = tree.override(asked)
     selected |= {"recipe": recipe}
-    rules = _matching_rules(label, recipe_yaml["start"], tree, names | {"recipe": recipe})
+    rules = _matching_rules(label, recipe_yaml["start"], tree, names | {"recipe": recipes.config_stem(recipe)})
     if not (rules and locate and tree.origin["init"] == FROM_DEFAULT):
         if before:
             raise UsageError(f"{before[0]} is of a run before this one, and {label} starts this one from none")
         return ComposedConfig(tree.finish(count), tree.origin, given)
-    start = starting_arguments(label, rules[0], selected, given, before)
+    start = starting_arguments(label, rules[0], selected, given, before, tree.resolve, tree.origin)
     given = tuple(sorted((*given, *before), key=str))
     started = tree.copy()
     try:
         changes = dict(flatten(rules[0].get("with") or {}))
+        if fixed := [field for field in ("init", "recipe") if field in changes]:
+            raise UsageError(f"{label}: with of a rule of start: {fixed[0]} is what it starts from, leave it out")
         with guard_chain(label, start):
             changes["init"] = locate(start)
         asked = {field: value for field, value in changes.items() if tree.origin.get(field) != FROM_COMMAND_LINE}
@@ -190,6 +192,8 @@ def _matching_rules(
     holding = []
     for rule in rules:
         when = dict(flatten(rule["when"]))
+        if "recipe" in when:  # runs know a recipe by the name of its file
+            when["recipe"] = recipes.config_stem(str(when["recipe"]))
         if any(when.pop(name, value) != value for name, value in selected.items()):
             continue
         if other := [field for field in when if field not in tree.origin]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -32,26 +32,44 @@ def starting_arguments(
     rule: Mapping[str, Any],
     selected: Mapping[str, str],
     given: Sequence[Override],
-    before: Sequence[Override] = (),
+    before: Sequence[Override],
+    complete: Callable[[str], str],
+    known: Collection[str],
 ) -> tuple[Override, ...]:
     """Arguments of the run before this one.
 
     They are this one's, with the rule's `from` on top, of which `field=` drops one, and the user's fields of that run.
 
     Args:
-        given: the fields of the command line.
+        given: the fields of the command line, with complete names.
         before: those with `start.` before their name.
+        complete: returns the complete name of a field.
+        known: the complete names of this run's fields.
     """
-    changes = parse_overrides(rule["from"], f"{label}: from of a rule of start: ", may_be_empty=True)
+    own = f"{label}: from of a rule of start: "
+    changes = parse_overrides(rule["from"], own, may_be_empty=True)
+    for dropped in (complete(each.field) for each in changes if not each.text):
+        if dropped not in known and not dropped.startswith("attn."):  # a rule may be for several attentions
+            raise UsageError(f"{own}{dropped}= drops a field that this run does not have")
     arguments = {**selected, **{each.field: each.text for each in given if each.field not in RUN_FIELDS}}
-    for layer in (changes, [Override(each.field.removeprefix(START), each.text) for each in before]):
-        changed = {override.field: override.text for override in layer}
+    for source, layer in ((own, changes), ("", [Override(e.field.removeprefix(START), e.text) for e in before])):
+        changed = {complete(override.field): override.text for override in layer}
+        if len(changed) < len(layer):
+            raise UsageError(f"{source or START}{_repeated(complete(each.field) for each in layer)}= is given twice")
+        if "resume" in changed:
+            raise UsageError(f"{source or START}resume=: a run before this one always goes on, leave it out")
         if "attn" in changed:  # another attention has other options
             arguments = {field: text for field, text in arguments.items() if not field.startswith("attn.")}
         if changed.keys() & {*LENGTH_FIELDS}:  # one stands instead of the other
             arguments = {field: text for field, text in arguments.items() if field not in LENGTH_FIELDS}
         arguments |= changed
     return tuple(Override(field, text) for field, text in arguments.items() if text)
+
+
+def _repeated(fields: Iterable[str]) -> str:
+    """Returns the first field that occurs twice."""
+    seen: set[str] = set()
+    return next(field for field in fields if field in seen or seen.add(field))  # type: ignore[func-returns-value]
 
 
 @contextmanager
