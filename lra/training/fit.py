@@ -59,9 +59,14 @@ def _recipe_of_init(overrides: Iterable[Override]) -> str | None:
 
     try:
         recipe = checkpoints.read_checkpoint(given["init"])[1]["config"]["recipe"]
-        return recipe if given.get("task") in read_recipe(recipe)["tasks"] else None
-    except UsageError:  # no checkpoint, or its recipe is gone: reading its weights reports that
+    except UsageError:  # no checkpoint: reading its weights reports that
         return None
+    try:
+        return recipe if given.get("task") in read_recipe(recipe)["tasks"] else None
+    except UsageError:
+        raise UsageError(
+            f"{given['init']} was trained by recipe {recipe}, and none of that name can be read here: give recipe="
+        ) from None
 
 
 def fit(*args: str) -> dict[str, Any]:
@@ -107,13 +112,24 @@ def _fit(args: Iterable[str | Override], later: tuple[int, ...] = ()) -> dict[st
         from lra.training import session
     session.begin_session()
     if start is not None:
-        session.refuse_untrainable(run, directory)
+        session.refuse_untrainable(run, directory, _runs_before(start, count))
         with _noted_earlier_run():
             _fit([*map(str, start), "resume=auto"], (run.trainer.steps, *later))
         session.end_earlier_run()
     if first and waits:
         print_lines(f"{directory.path}: {_describe_length(run)}")
     return session.train_run(composed, directory, later)
+
+
+def _runs_before(start: tuple[Override, ...] | None, count: ExampleCounter) -> list[RunConfig]:
+    """The configurations of the runs from which a run starts, the nearest first."""
+    found = []
+    with _noted_earlier_run():
+        while start is not None:
+            composed = configure(start, count=count)
+            found.append(composed.config)
+            start = composed.start
+    return found
 
 
 def _is_finished(start: Iterable[Override], count: ExampleCounter) -> bool:

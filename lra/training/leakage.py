@@ -7,7 +7,7 @@ split. `data_seed=0` is train without the examples that this seed holds out for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,11 @@ def sets_of_checkpoint(identity: Mapping[str, Any]) -> TrainedSets:
     """Returns the sets on which the weights of a checkpoint were trained, including their own run."""
     name, part = training_set(restore_task(identity["config"]["task"]))
     return _merged(sets_before_run(identity), {name: part})
+
+
+def sets_of_tasks(tasks: Iterable[Any]) -> TrainedSets:
+    """Returns the sets on which a chain of runs trains that have these tasks."""
+    return _merged(*({name: part} for name, part in map(training_set, tasks)))
 
 
 def training_set(task: Any) -> tuple[str, int | str]:

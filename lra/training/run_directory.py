@@ -35,6 +35,7 @@ CLAIM_VARIABLE = "LRA_CLAIMED"  # names the directory whose claim a process has 
 CLAIM_PATIENCE_S = 0.5  # `is_claimed` holds the lock for an instant
 # fields of hardware and micro-batching: they change neither the steps nor the scores
 HARDWARE_FIELDS = ("engine", "trainer.accelerator", "trainer.devices", "batch.micro", "batch.eval")
+RESUME_FIELDS = ("name", "trainer.steps", "trainer.epochs", *HARDWARE_FIELDS)  # they may change when a run resumes
 # fields that are no part of a directory's name: they choose or continue a run, or may change when it resumes. The
 # version of the task is one of them, so a run of an older version keeps its directory
 UNNAMED_FIELDS = ("seed", "name", "task.version", *UNSAVED_FIELDS, *HARDWARE_FIELDS)
@@ -94,7 +95,9 @@ class RunDirectory:
                 )
             self.refuse_version("run", self.task_of(saved))
             if changed := list_differences(saved, self.config, HARDWARE_FIELDS):
-                more = f", with resume={self.last} to go on from it" if self.last.exists() else ""
+                can_resume = not list_differences(saved, self.config, RESUME_FIELDS)
+                go_on = f"resume={self.last} to go on from it" if can_resume else f"init={self.last} to start from it"
+                more = f", with {go_on}" if self.last.exists() else ""
                 raise UsageError(
                     f"{self.path} holds a run with another configuration ({'; '.join(changed)}): "
                     f"choose another name={more}"

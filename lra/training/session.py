@@ -35,9 +35,7 @@ from lra.training.predictions import gather_predictions, write_predictions
 from lra.training.preemption import Preemption
 from lra.training.remote_loggers import watched
 from lra.training.rendezvous import RendezvousError
-from lra.training.run_directory import HARDWARE_FIELDS, RunDirectory
-
-RESUME_FIELDS = ("name", "trainer.steps", "trainer.epochs", *HARDWARE_FIELDS)  # they may change when a run resumes
+from lra.training.run_directory import RESUME_FIELDS, RunDirectory
 
 
 def begin_session() -> None:
@@ -46,8 +44,13 @@ def begin_session() -> None:
     atexit.register(leave_process_group)
 
 
-def refuse_untrainable(run: RunConfig, directory: RunDirectory) -> None:
-    """Raises a UsageError if a run can't be trained here, before another one trains for hours to start it."""
+def refuse_untrainable(run: RunConfig, directory: RunDirectory, before: Sequence[RunConfig]) -> None:
+    """Raises a UsageError if a run can't be trained here, before others train for hours to start it.
+
+    Args:
+        before: those others, the nearest first.
+    """
+    transfer.refuse_start(run, before)
     assemble(run, directory).data.prepare_data()
 
 

@@ -11,6 +11,7 @@ the seed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,22 @@ def drop_origin(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in ("init", "head", "positions")}
 
 
+def refuse_start(run: RunConfig, before: Sequence[RunConfig]) -> None:
+    """Raises what `transfer_weights` will say, as far as configurations tell: before hours of training.
+
+    Args:
+        before: the runs from which this one starts, the nearest first.
+    """
+    nearest, path = before[0], str(run.init)
+    leakage.refuse_leakage(run.task, leakage.sets_of_tasks(each.task for each in before), path, "validation")
+    if run.head == "kept" and nearest.pretrain != "none":
+        raise _other_head(path, pretrained=True)
+    old, new = _size(nearest.task), _size(run.task)
+    _resizes(run, old, new)
+    if run.model.positions in ("rotary", "sinusoidal"):
+        _ratio(run, old, new)
+
+
 def transfer_weights(
     module: TaskModule, weights: dict[str, Tensor], identity: dict[str, Any], path: str | Path, *, score: bool = False
 ) -> Transfer:
@@ -121,8 +138,7 @@ def transfer_weights(
         parts += [".q_norm.", ".k_norm."]
     head = _shapes(weights, "head")
     if run.head == "kept" and head != _shapes(own, "head"):
-        why = "no head to keep, because a pretraining made it" if not head else "another head than this task"
-        raise UsageError(f"{path} has {why}: leave out head=kept")
+        raise _other_head(path, pretrained=not head)
     if run.head == "fresh" or (run.head is None and head != _shapes(own, "head")):
         parts.append(".head.")
     if _shapes(weights, "decoder") != _shapes(own, "decoder"):
@@ -227,23 +243,30 @@ def _resize(
     run: RunConfig, weights: dict[str, Tensor], own: dict[str, Tensor], old: ImageSize, new: ImageSize
 ) -> str | None:
     """Resizes the tables of learned positions in `weights` to this model. Describes what it did."""
-    tables, asked = sorted(key for key in own if key.startswith(POSITION_TABLES)), run.positions.resize
-    if not tables or old == new:
-        if asked:
-            raise UsageError(f"positions.resize={asked}: nothing is resized, both have {_text(new)}; leave it out")
+    if not _resizes(run, old, new):
         return None
-    if asked is None and 1 in (old[0], new[0]):
-        raise UsageError(
-            f"learned positions of {_text(old)} for {_text(new)}: positions.resize=bilinear stretches them along the "
-            "sequence, task.max_length= keeps the length"
-        )
-    how = asked or "bilinear"
+    tables, how = sorted(key for key in own if key.startswith(POSITION_TABLES)), run.positions.resize or "bilinear"
     first = int(run.model.axes == 1 and run.model.pooling == "cls")  # the place of the CLS token
     for axis, key in enumerate(tables):
         before, after = (size if run.model.axes == 1 else (1, size[axis]) for size in (old, new))
         table = weights[key].float()
         weights[key] = torch.cat((table[:first], resize_table(table[first:], before, after, how)))
     return f"{how}, {_text(old)} to {_text(new)}"
+
+
+def _resizes(run: RunConfig, old: ImageSize, new: ImageSize) -> bool:
+    """Whether learned positions change their size. UsageError if `positions.resize` does not fit that."""
+    asked = run.positions.resize
+    if run.model.positions != "learned" or old == new:
+        if asked:
+            raise UsageError(f"positions.resize={asked}: nothing is resized, both have {_text(new)}; leave it out")
+        return False
+    if asked is None and 1 in (old[0], new[0]):
+        raise UsageError(
+            f"learned positions of {_text(old)} for {_text(new)}: positions.resize=bilinear stretches them along the "
+            "sequence, task.max_length= keeps the length"
+        )
+    return True
 
 
 def _ratio(run: RunConfig, old: ImageSize, new: ImageSize) -> Tensor:
@@ -256,6 +279,11 @@ def _ratio(run: RunConfig, old: ImageSize, new: ImageSize) -> Tensor:
         raise UsageError(f"positions.scale=image changes nothing, both have {_text(new)}; leave it out")
     ratio = torch.tensor(old) / torch.tensor(new)
     return ratio if run.model.axes == 2 else ratio.prod(0, keepdim=True)
+
+
+def _other_head(path: str | Path, pretrained: bool) -> UsageError:
+    why = "no head to keep, because a pretraining made it" if pretrained else "another head than this task"
+    return UsageError(f"{path} has {why}: leave out head=kept")
 
 
 def _size(task: Any) -> ImageSize:
