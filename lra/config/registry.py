@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copyreg
 import difflib
 import functools
 import importlib.util
@@ -94,7 +95,8 @@ class Registry:
             if name in self._declared and listed:  # one component has one Config
                 cls.Config = self._declared[name].Config  # type: ignore[attr-defined]
             if "Config" not in vars(cls):  # inherited: a name written there would be every heir's
-                cls.Config = type("Config", (cls.Config,), {})  # type: ignore[attr-defined]
+                place = {"__module__": cls.__module__, "__qualname__": f"{cls.__qualname__}.Config"}  # pickle reads it
+                cls.Config = type("Config", (cls.Config,), place)  # type: ignore[attr-defined]
             cls.Config.name, cls.Config.imported_from = name, "" if listed else cls.__module__  # type: ignore[attr-defined]
             self._classes[name] = cls
             return cls
@@ -186,6 +188,7 @@ class Registry:
                 return self._import(entry)
             declared.facts = self.facts_of(entry)
             declared.Config.name, declared.Config.imported_from = name, ""
+            copyreg.pickle(declared.Config, self._pickled)
             self._declared[name] = declared
         return self._declared[name]
 
@@ -202,7 +205,14 @@ class Registry:
             import_component(entry.module)
         if entry.source:
             self._classes[name].Config.imported_from = entry.source
+        if entry.source.endswith(".py"):
+            copyreg.pickle(self._classes[name].Config, self._pickled)
         return self._classes[name]
+
+    def _pickled(self, config: Any) -> tuple[Any, ...]:
+        """Names the component of a configuration to pickle, as another process can't import the `Config` by itself."""
+        origin = (self.package, f"{self.kind.upper()}S", config.name, config.imported_from)
+        return _empty_config, origin, config.__getstate__()
 
     def get_saved(self, saved: Mapping[str, Any], field: str) -> Any:
         """Returns the class of a saved configuration. The UsageError says which `field` may name its source anew."""
@@ -311,6 +321,15 @@ def _read_entries(file: Path, module: str, changed: int) -> Sequence[CatalogueEn
                 name = _literal(call.args[0])
                 entries.append(CatalogueEntry(name, module, summary, facts, requires, class_name=node.name))
     return entries
+
+
+def _empty_config(package: str, registry: str, name: str, source: str) -> Any:
+    """A configuration of a component without values, which pickle or copy then sets."""
+    components = getattr(importlib.import_module(package), registry)
+    known = components._classes.get(name) or components._declared.get(name)  # a copy needs no file
+    if known is None or known.Config.imported_from != source:
+        known = components.get_declared(f"{source}:{name}" if source else name)
+    return object.__new__(known.Config)
 
 
 def _literal(node: ast.expr) -> Any:

@@ -51,6 +51,21 @@ class Limited(Base):
         edge: int = LIMIT
 """
 
+DUMPS = """
+import copy, dataclasses, pickle, sys
+from lra.models.attention import ATTENTIONS
+from lra.tasks import TASKS
+made = [registry.get_declared(name).Config() for registry in (ATTENTIONS, TASKS) for name in registry.builtins()]
+assert copy.deepcopy(made) == made
+pickle.dump((made, [*map(dataclasses.asdict, made)]), open(sys.argv[1], "wb"))
+"""
+LOADS = """
+import dataclasses, pickle, sys
+made, values = pickle.load(open(sys.argv[1], "rb"))
+assert [*map(dataclasses.asdict, made)] == values and all(config.name for config in made)
+assert "torch" not in sys.modules
+"""
+
 
 @pytest.mark.parametrize(("registry", "entry"), OWN)
 def test_a_config_from_its_source_is_the_one_that_an_import_finds(registry: Registry, entry: CatalogueEntry):
@@ -76,6 +91,13 @@ def test_no_config_of_lras_own_imports_torch():
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_another_process_unpickles_every_config_without_torch(tmp_path: Path):
+    for program in (DUMPS, LOADS):
+        command = [sys.executable, "-c", program, str(tmp_path / "configs")]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 def test_a_config_runs_with_its_imports_alone(tmp_path: Path):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -105,6 +107,23 @@ def test_it_is_trained_tested_loaded_and_continued(folder):
     (folder / "parts").rename(folder / "moved")
     moved = "parts/second.py is not there: .* \\(attn= says where it is now\\)"
     refused(command("test", f"init={file.parent}", "trainer.accelerator=cpu"), moved)
+
+
+def test_its_configuration_is_pickled_with_its_source(monkeypatch):
+    """As is one whose `Config` is inherited. A copy needs no file."""
+    inherits = "    @dataclass(frozen=True)\n    class Config:\n        factor: float = 1.0\n"
+    write("parts/third.py", inherits, "")
+    configs = [configure([*RUN, f"attn=parts/{name}.py"]).config for name in ("second", "third")]
+    with monkeypatch.context() as elsewhere:
+        elsewhere.chdir("/")
+        assert copy.deepcopy(configs) == configs
+    kept = pickle.dumps(configs)
+    for name in ("second", "third"):  # as in another process
+        del ATTENTIONS._classes[name], sys.modules[name]
+    assert [each.to_saved_dict() for each in pickle.loads(kept)] == [each.to_saved_dict() for each in configs]
+    write("fourth.py", inherits, "")
+    here = configure([*RUN, "attn=fourth.py"]).config
+    assert pickle.loads(pickle.dumps(here)) == here
 
 
 def test_tables_take_it(folder):
