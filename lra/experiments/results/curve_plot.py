@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from lra.bench import plots
 from lra.config.options import parse_options
-from lra.errors import UsageError, explain_system_error
+from lra.errors import UsageError
 from lra.experiments.results.run_groups import RunGroup, group_runs, seed_of, short_names
 from lra.training import curves
 from lra.training.run_directory import CURVES_FILE, replace_file
@@ -36,6 +36,8 @@ def check_figure_file(out: str) -> None:
     """UsageError if a figure can't have this name."""
     if Path(out).suffix not in (".svg", ".pdf"):
         raise UsageError(f"out={out}: name a file for the curves that ends in .svg or .pdf")
+    if not (folder := Path(out).parent).is_dir():
+        raise UsageError(f"out={out}: there is no folder {folder}, make it or name another file")
 
 
 def parse_plot(args: Iterable[str]) -> tuple[PlotOptions, list[str]]:
@@ -95,8 +97,7 @@ def draw_curves(groups: Sequence[RunGroup], out: str) -> None:
         with replace_file(Path(out)) as file:
             file.write(data)
     except OSError as error:
-        said = explain_system_error(error, Path(out)) or error.strerror or error
-        raise UsageError(f"out={out} can't be written ({said}): name another file") from None
+        raise UsageError(f"out={out} can't be written ({error.strerror or error}): name another file") from None
 
 
 def read_points(path: Path, column: str, factor: float = 1.0) -> Points:
