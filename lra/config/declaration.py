@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import ast
 import copy
+import dataclasses
 import sys
+import typing
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from lra.errors import name_error
 
 DECLARED = {"Config", "recipe_section"}  # of a component's class: what configurations are made of
 
@@ -47,6 +51,20 @@ def declare_component(file: Path, module: str, class_name: str) -> Any | None:
     sys.modules[made.__name__] = made  # there dataclasses, typing and inspect look for it
     exec(compile(tree, str(file), "exec"), made.__dict__)  # annotations stay text, as in this file
     return made.__dict__[class_name]
+
+
+def config_flaw(config: Any) -> str:
+    """Says why a component's `Config` can't have its options, and how to mend it; empty if it can."""
+    if not isinstance(config, type) or not dataclasses.is_dataclass(config):
+        return "is no dataclass: write @dataclass(frozen=True) above it"
+    try:
+        typing.get_type_hints(config)
+    except Exception as error:  # whatever stands there is run
+        return f"has a type that can't be read ({name_error(error)}): mend it, or import it above the class"
+    for field in dataclasses.fields(config):
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            return f"has a field without a default, {field.name}: give it one"
+    return ""
 
 
 def _defined_names(node: ast.AST) -> set[str]:

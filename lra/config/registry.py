@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import os
 import re
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
@@ -16,7 +17,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lra.config.declaration import declare_component
+from lra.config.declaration import config_flaw, declare_component
 from lra.config.sources import (
     SCRIPT,
     Source,
@@ -24,6 +25,7 @@ from lra.config.sources import (
     find_file_or_module,
     find_source,
     import_component,
+    name_line,
     split_reference,
 )
 from lra.errors import UsageError
@@ -66,10 +68,21 @@ class Registry:
     import they become an instance of the registry's `facts` dataclass on the class. Another installed package adds a
     component by an entry point `name = "module"` of the group `entry_points`. A user names the module or the file, as
     in `module:Class`, `file.py` or `file.py:name`, or registers the class before. No other component may have its name.
+
+    A component subclasses one of `bases`, classes of the package's module `base`, and has all of `parts`.
     """
 
-    def __init__(self, kind: str, package: str, facts: type, entry_points: str | None = None):
+    def __init__(
+        self,
+        kind: str,
+        package: str,
+        facts: type,
+        entry_points: str | None = None,
+        bases: Sequence[str] = (),
+        parts: Sequence[str] = ("Config",),
+    ):
         self.kind, self.package, self.facts, self.entry_points = kind, package, facts, entry_points
+        self.bases, self.parts = bases, parts
         self._classes: dict[str, Any] = {}
         self._declared: dict[str, Any] = {}  # of classes that were not imported when their configuration was asked for
 
@@ -83,6 +96,9 @@ class Registry:
         """
 
         def add(cls: _Class) -> _Class:
+            if flaw := self._flaw(cls):
+                caller = traceback.extract_stack(limit=2)[0]
+                raise UsageError(f"{name_line(Path(caller.filename), caller.lineno)}: {flaw}")
             before = self._classes.get(name)
             if before is not None and _place(before) != _place(cls):  # a cell that runs again replaces its own
                 raise UsageError(
@@ -102,6 +118,16 @@ class Registry:
             return cls
 
         return add
+
+    def _flaw(self, cls: Any) -> str:
+        """Says why a class can't be a component, and how to mend it; empty if it can."""
+        names = [base.__name__ for base in cls.__mro__ if base.__module__ == f"{self.package}.base"]
+        if self.bases and not {*names} & {*self.bases}:
+            return f"{cls.__name__} is no {self.kind}: subclass {' or '.join(self.bases)} of {self.package}.base"
+        if missing := [part for part in self.parts if not hasattr(cls, part)]:
+            return f"{cls.__name__} lacks what every {self.kind} has: add {' and '.join(missing)} to the class"
+        flaw = config_flaw(cls.Config)
+        return flaw and f"the Config of {cls.__name__} {flaw}"
 
     def catalogue(self) -> dict[str, CatalogueEntry]:
         """Returns every component by name and imports none. A component that is declared badly `lacks` something."""
@@ -184,7 +210,7 @@ class Registry:
             file = find_source(entry.module)
             assert file is not None, entry.module
             declared = declare_component(file, entry.module, entry.class_name)
-            if declared is None:
+            if declared is None or config_flaw(declared.Config):  # the import says what is wrong, and where
                 return self._import(entry)
             declared.facts = self.facts_of(entry)
             declared.Config.name, declared.Config.imported_from = name, ""

@@ -89,7 +89,7 @@ def explain_own_code(error: BaseException) -> str | None:
     for frame in reversed([*frames, *compiled]):
         file = Path(frame.filename).resolve()
         if any(file.is_relative_to(code) for code in _own_code):
-            return f"{_shown(file)}:{frame.lineno}: {name_error(error)}{plain}"
+            return f"{name_line(file, frame.lineno)}: {name_error(error)}{plain}"
         if file.is_relative_to(_LRA):
             return None
     return None
@@ -97,13 +97,13 @@ def explain_own_code(error: BaseException) -> str | None:
 
 def explain_syntax(file: Path, error: SyntaxError) -> str:
     """Returns the file, the line and the error of a source that is no Python."""
-    return f"{_shown(file)}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    return f"{name_line(file, error.lineno)}: {type(error).__name__}: {error.msg}"
 
 
-def _shown(file: Path) -> Path:
-    """A file as messages name it: from the current folder if it is below that."""
+def name_line(file: Path, line: int | None) -> str:
+    """Returns `file:line` for a message. The file is named from the current folder if it is below that."""
     here = Path.cwd()
-    return file.relative_to(here) if file.is_relative_to(here) else file
+    return f"{file.relative_to(here) if file.is_relative_to(here) else file}:{line}"
 
 
 def _join_path(folder: Path) -> None:

@@ -19,7 +19,7 @@ class TaskFacts:
     mask: float  # share of the tokens that self-pretraining hides (Amos et al. 2024, arXiv 2310.02980, appendix C)
 
 
-TASKS = Registry("task", "lra.tasks", TaskFacts, entry_points="lra.tasks")
+TASKS = Registry("task", "lra.tasks", TaskFacts, "lra.tasks", bases=("TaskModule",), parts=("Config", "Data"))
 
 
 def task_version(config: Any) -> int:

@@ -103,6 +103,12 @@ def test_an_inherited_configuration_is_imported(registry, tmp_path):
     assert slab is registry.get("slab") and slab.Config().edge == 1 and slab.Config.name == "slab"
 
 
+def test_an_unfit_configuration_is_refused_by_its_line(registry, tmp_path):
+    (tmp_path / "shapes" / "slab.py").write_text(source("slab").replace("    @dataclass(frozen=True)\n", ""))
+    with pytest.raises(UsageError, match=r"slab.py:6: the Config of Cube is no dataclass: write @dataclass"):
+        registry.get_declared("slab")
+
+
 def test_a_missing_package_is_named(registry):
     assert registry.catalogue()["ghost"].missing == ("no_such_package",)
     with pytest.raises(UsageError, match="pip install no_such_package"):

@@ -236,6 +236,14 @@ BAD = {
     "fact": ("exact=", "exat=", "own has no declaration that can be read .*'exat'"),
     "name": ('"own"', '"flash"', "attention 'flash' of own has the name of another attention: rename it"),
     "folder": ('"own"', '"my/own"', "attention 'my/own' of own: a name has letters, digits and _ alone, rename it"),
+    "base": ("(Attention)", "", "own.py:10: Mine is no attention: subclass Attention or Mixer of lra.models.attention"),
+    "plain": ("    @dataclass(frozen=True)\n", "", "own.py:10: the Config of Mine is no dataclass: write @dataclass"),
+    "default": (" = 1.0", "", "own.py:10: the Config of Mine has a field without a default, factor: give it one"),
+    "type": (
+        ": float",
+        ": 'Size'",
+        "own.py:10: the Config of Mine has a type that can't be read .*'Size' is not defined",
+    ),
     "none": ("@ATTENTIONS", "# @ATTENTIONS", 'own registers nothing: write @ATTENTIONS.register\\("name", …\\) above'),
 }
 
@@ -250,6 +258,13 @@ def test_an_error_names_the_line_of_the_users_code(folder, wrong):
     refused(done._replace(err=lines[-1] + "\n"), message)
     for file in folder.glob("checkpoints/runs/listops/own/*/result.json"):
         assert wrong == "forward" and 'own.py", line 19' in json.loads(file.read_text())["traceback"]
+    assert wrong in ("init", "forward") or not (folder / "checkpoints").exists()
+
+
+def test_check_names_the_line_too():
+    old, new, message = BAD["plain"]
+    write("own.py", old, new)
+    refused(command("check", "attn=own.py"), message)
 
 
 def test_an_error_that_lra_raises_is_not_taken_for_the_users():

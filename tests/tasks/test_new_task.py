@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from lra.errors import UsageError
-from lra.tasks.base import REQUIRED_FIELDS, TaskData
+from lra.tasks import TASKS
+from lra.tasks.base import REQUIRED_FIELDS, TaskData, TaskModule
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,21 @@ def test_a_configuration_without_what_every_task_has_is_refused():
         "task 'mine' lacks what every task has: add `source: str = \"generate\"` and `max_length: int"
     )
     assert text.endswith(f"to its Config in {__name__.replace('.', '/')}.py")
+
+
+@pytest.mark.parametrize(
+    ("bases", "parts", "message"),
+    [
+        ((), {"Config": Config, "Data": TaskData}, "Mine is no task: subclass TaskModule of lra.tasks.base"),
+        ((TaskModule,), {}, "Mine lacks what every task has: add Config and Data to the class"),
+        ((TaskModule,), {"Config": Config}, "Mine lacks what every task has: add Data to the class"),
+        ((TaskModule,), {"Config": object, "Data": TaskData}, "the Config of Mine is no dataclass: write @dataclass"),
+    ],
+)
+def test_a_class_that_can_not_be_a_task_is_refused_by_its_line(bases, parts, message):
+    register = TASKS.register("mine", version=1, classes=2, length=9, mask=0.1, paper="")
+    with pytest.raises(UsageError, match=rf"test_new_task.py:\d+: {message}"):
+        register(type("Mine", bases, parts))
 
 
 def test_a_configuration_with_it_is_enough():

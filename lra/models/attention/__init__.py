@@ -59,4 +59,4 @@ class Capabilities:
         return dimension and (self.dropout or not dropout) and (self.causal or not causal)
 
 
-ATTENTIONS = Registry("attention", "lra.models.attention", Capabilities, entry_points="lra.attentions")
+ATTENTIONS = Registry("attention", "lra.models.attention", Capabilities, "lra.attentions", ("Attention", "Mixer"))
