@@ -344,7 +344,9 @@ def _read_entries(file: Path, module: str, changed: int) -> Sequence[CatalogueEn
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "register":
                 facts = {k.arg: _literal(k.value) for k in call.keywords if k.arg}
                 requires = facts.pop("requires", ())
-                name = _literal(call.args[0])
+                name = _literal(call.args[0]) if call.args else facts.pop("name", None)
+                if not isinstance(name, str):
+                    raise ValueError(f"register on line {call.lineno} is given no name")
                 entries.append(CatalogueEntry(name, module, summary, facts, requires, class_name=node.name))
     return entries
 

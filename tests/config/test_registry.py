@@ -103,6 +103,11 @@ def test_an_inherited_configuration_is_imported(registry, tmp_path):
     assert slab is registry.get("slab") and slab.Config().edge == 1 and slab.Config.name == "slab"
 
 
+def test_a_name_may_be_given_by_its_keyword(registry, tmp_path):
+    (tmp_path / "shapes" / "slab.py").write_text(source("slab").replace('register("', 'register(name="'))
+    assert registry.catalogue()["slab"].facts == {"sides": 6} and registry.get("slab").Config().edge == 1
+
+
 def test_an_unfit_configuration_is_refused_by_its_line(registry, tmp_path):
     (tmp_path / "shapes" / "slab.py").write_text(source("slab").replace("    @dataclass(frozen=True)\n", ""))
     with pytest.raises(UsageError, match=r"slab.py:6: the Config of Cube is no dataclass: write @dataclass"):

@@ -244,6 +244,7 @@ BAD = {
         ": 'Size'",
         "own.py:10: the Config of Mine has a type that can't be read .*'Size' is not defined",
     ),
+    "unnamed": ('"own", ', "", "own has no declaration that can be read \\(register on line 10 is given no name\\)"),
     "none": ("@ATTENTIONS", "# @ATTENTIONS", 'own registers nothing: write @ATTENTIONS.register\\("name", …\\) above'),
 }
 
