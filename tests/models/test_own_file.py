@@ -238,6 +238,11 @@ BAD = {
     "folder": ('"own"', '"my/own"', "attention 'my/own' of own: a name has letters, digits and _ alone, rename it"),
     "base": ("(Attention)", "", "own.py:10: Mine is no attention: subclass Attention or Mixer of lra.models.attention"),
     "plain": ("    @dataclass(frozen=True)\n", "", "own.py:10: the Config of Mine is no dataclass: write @dataclass"),
+    "heir": (
+        "    @dataclass(frozen=True)\n    class Config:",
+        "    class Config(Attention.Config):",
+        "own.py:10: the Config of Mine is no dataclass: write @dataclass",
+    ),
     "default": (" = 1.0", "", "own.py:10: the Config of Mine has a field without a default, factor: give it one"),
     "type": (
         ": float",
