@@ -139,20 +139,20 @@ def brought_sections(attention: Any, task: str) -> Iterator[Mapping[str, Any]]:
 
 def read_config_yaml(kind: str, name: str) -> dict[str, Any]:
     """Returns the content of the file of a name or path. Callers must not change it, as it is cached."""
-    file = config_file(kind, name)
+    file, label = config_file(kind, name), config_label(kind, name)
     try:
-        return _loaded(file, file.stat().st_mtime_ns)
+        found = _loaded(file, file.stat().st_mtime_ns)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"{config_label(kind, name)} can't be read: {why}") from None
+        raise UsageError(f"{label} can't be read: {why}") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{label} has no fields: it is a mapping of names to values")
+    return typing.cast(dict[str, Any], found)
 
 
 @functools.lru_cache(maxsize=64)
-def _loaded(file: Path, changed: int) -> dict[str, Any]:
-    found = reading.read_yaml(file, by_hand=True)
-    if not isinstance(found, dict):
-        raise UsageError(f"{file.parent.name}/{file.name} has no fields: it is a mapping of names to values")
-    return typing.cast(dict[str, Any], found)
+def _loaded(file: Path, changed: int) -> Any:
+    return reading.read_yaml(file, by_hand=True)
 
 
 def check_recipe_names(label: str, recipe: Mapping[str, Any], registries: Mapping[str, Registry]) -> None:
