@@ -256,6 +256,7 @@ REFUSED = {
     "test init=a init=b": "init= is given twice",
     "test init=nowhere": "no checkpoint at nowhere",
     "test init=nowhere optim.lr=1 seed=1 name=a": "optim.lr=1 name=a: used only in training, it changes no score",
+    "test init=nowhere train_share=0.5 mask_loss=all head=kept": "mask_loss=all head=kept: used only in training",
     f"test init={'x' * 300}": "no checkpoint at xxx",
     # data
     "data prepare": "task= missing: task= is one of",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pytorch_lightning as pl
 
 from lra.config.compose import restore
 from lra.config.override import Override, parse_overrides
-from lra.config.schema import RunConfig
+from lra.config.schema import MASK_FIELDS, RunConfig
 from lra.errors import UsageError, is_out_of_memory
 from lra.tasks.base import TaskModule
 from lra.training import checkpoints, result, transfer
@@ -30,9 +30,9 @@ from lra.training.step import Step
 
 # fields that, like those of optim and augment, change no score of trained weights
 TRAINING_ONLY_FIELDS = (
-    "name", "resume", "draws", "logger", "trainer.log_grad_norm",
-    "model.dropout", "model.attn_dropout", "model.embedding_std", "batch.size",
-    "batch.micro", "trainer.steps", "trainer.eval_every", "trainer.log_every", "trainer.on_nan",
+    "name", "resume", "draws", "logger", "trainer.log_grad_norm", "train_share", "mask_loss", "head",
+    "model.dropout", "model.attn_dropout", "model.layer_drop", "model.embedding_std", "attn.deterministic",
+    "batch.size", "batch.micro", "trainer.steps", "trainer.eval_every", "trainer.log_every", "trainer.on_nan",
     "trainer.average", "trainer.average_decay", "trainer.average_share",
     "trainer.patience", "trainer.epochs",
 )  # fmt: skip
@@ -43,13 +43,22 @@ def parse_test(args: Iterable[str | Override]) -> dict[str, Override]:
     given = {override.field: override for override in parse_overrides(args)}
     if "init" not in given:
         raise UsageError("lra test needs one init=<run directory or checkpoint>")
-    if ignored := [
-        str(given[field])
-        for field in given
-        if field in TRAINING_ONLY_FIELDS or field.startswith(("optim.", "augment."))
-    ]:
-        raise UsageError(f"{' '.join(ignored)}: used only in training, it changes no score; leave it out")
+    training = {field for field in given if field in TRAINING_ONLY_FIELDS or field.startswith(("optim.", "augment."))}
+    _refuse_unused(given, training, "used only in training, it changes no score")
     return given
+
+
+def unused_fields(run: RunConfig) -> tuple[str, ...]:
+    """Returns fields that change no score of what this run learns. Scores of labels are of inputs that hide nothing."""
+    if run.pretrain == "none":
+        return ("denoise", "pixel_loss", *MASK_FIELDS) if run.denoise else ()
+    of_classifier = ("model.pooling", "model.classifier")
+    return (*of_classifier, "model.causal") if run.pretrain == "causal" else of_classifier
+
+
+def _refuse_unused(given: Mapping[str, Override], unused: Collection[str], why: str) -> None:
+    if names := " ".join(str(override) for field, override in given.items() if field in unused):
+        raise UsageError(f"{names}: {why}; leave it out")
 
 
 def test(*args: str) -> dict[str, Any]:
@@ -75,6 +84,8 @@ def test(*args: str) -> dict[str, Any]:
         saved.pop(section, None)
     saved["model"] |= {"dropout": 0.0, "attn_dropout": 0.0}  # not every attention can have dropout
     run = restore(RunConfig, REGISTRIES, saved, given.values())
+    learned = "labels" if run.pretrain == "none" else f"pretrain={run.pretrain}"
+    _refuse_unused(given, unused_fields(run), f"it changes no score of {learned}")
     if run.predictions:
         _check_own_predictions(path, given)
     join_launch(run, "trainer.devices" in given)

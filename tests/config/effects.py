@@ -208,6 +208,13 @@ def fitted(*args: str) -> Any:
     }
 
 
+def scored(*args: str) -> Any:
+    """What `lra test` does with these arguments: computes and scores. Not what it says of the weights' origin."""
+    with watched() as work:
+        result = refusing(lambda: lra.test(*args))
+    return result if isinstance(result, Refused) else {"scores": result | {"transfer": None}, "work": work.done}
+
+
 def ragged(max_length: int, padded: bool, seed: int) -> Batch:
     """Two sequences without tokens, one shorter than `max_length`."""
     length = torch.tensor([max_length, max_length - 3], dtype=torch.int32)

@@ -121,10 +121,12 @@ def test_it_starts_from_a_pretraining_and_from_labels(trained):
     assert moved["fresh"] == ["head"] and not moved["left"]
     plain = trained("name=plain", "denoise=0")
     assert "denoise" not in plain["config"] and "mask" not in plain["config"]
-    moved = trained("name=beside", f"init={plain['directory']}")["transfer"]
+    beside = trained("name=beside", f"init={plain['directory']}")
+    moved = beside["transfer"]
     assert moved["fresh"] == ["decoder", "MASK"] and not moved["left"]
-    with pytest.raises(UsageError, match="has no decoder for this model"):
-        lra.test(f"init={plain['directory']}", "denoise=1")
+    for run, fields in ((plain, "denoise=1"), (beside, "denoise=2"), (beside, "mask=0.9 mask_random=1 mask_span=4")):
+        with pytest.raises(UsageError, match=f"^{fields}: it changes no score of labels; leave it out$"):
+            lra.test(f"init={run['directory']}", *fields.split())
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,8 @@ def test_pretrained_then_trained(task, tmp_path, monkeypatch):
     assert moved["fresh"] == ["head"] and moved["left"] == ["decoder", "MASK"]
     with pytest.raises(UsageError, match="has no head for this model, and untrained weights can't be scored"):
         lra.test(f"init={before['directory']}", "pretrain=none", "mask=null")
+    with pytest.raises(UsageError, match="^model.pooling=max: it changes no score of pretrain=masked; leave it out$"):
+        lra.test(f"init={before['directory']}", "model.pooling=max")
 
 
 def len_of(result: dict[str, Any]) -> int:

@@ -60,7 +60,7 @@ def test_what_is_not_trained_is_not_scored(small):
     with pytest.raises(UsageError, match=r"has no blocks.*projections.0.* for this model, .*: train it with lra fit"):
         lra.test(f"init={small['learned']}", "attn=linformer")
     with pytest.raises(UsageError, match=r"has no head for this model"):
-        lra.test(f"init={small['learned']}", "head=fresh")
+        lra.test(f"init={small['learned']}", "model.classifier=linear")
     with pytest.raises(UsageError, match=r"positions.resize=gridwise: nothing is resized, both have 32x32"):
         lra.test(f"init={small['learned']}", "positions.resize=gridwise")
     with pytest.raises(UsageError, match=r"vocabulary of pathfinder@2, not of text@1: choose a "):
