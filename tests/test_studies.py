@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import subprocess
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,13 +121,80 @@ def test_settings_of_the_plateau_are_runs():
     assert len({*folders}) == len(folders)
 
 
-def test_the_step_at_which_a_plateau_ends(tmp_path, capsys):
+def test_the_step_at_which_a_plateau_ends(tmp_path):
     file = tmp_path / "metrics.csv"
     file.write_text("step,train/loss,val/loss,val/accuracy\n1,0.7,,\n2,,0.69,0.5\n4,,0.5,0.76\n6,,0.6,0.7\n")
     points = plateau.curve(file)
     assert [point["step"] for point in points] == [2, 4, 6] and plateau.first_step(points) == 4
     assert plateau.first_step(points, 0.8) is None
-    assert plateau.main(["nothing"]) == 2 and "nothing: no setting, choose from" in capsys.readouterr().err
+
+
+@pytest.fixture
+def fits(here, monkeypatch, no_gpus):
+    """Exit codes of `lra fit` by the names of the runs; None: until it is ended. It writes a curve if it is 0."""
+    codes: dict[str, int | None] = {}
+
+    class Fit:
+        def __init__(self, command, **_):
+            path = plateau.directory(command[command.index("fit") + 1 :]).path
+            self.returncode = codes.pop(path.name)  # once
+            if self.returncode == 0:
+                write_curve(path)
+
+        def poll(self):
+            return self.returncode
+
+        def terminate(self):
+            self.returncode = self.returncode or -15
+
+        kill = terminate
+
+        def wait(self, _=None):
+            return self.returncode
+
+    monkeypatch.setattr(plateau, "subprocess", SimpleNamespace(Popen=Fit, TimeoutExpired=subprocess.TimeoutExpired))
+    return codes
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["nothing"], "nothing: no setting, choose from"),
+        # which its pretraining can have
+        (["hard, pretrained on lit", "--fields", "mask=0.3"], "mask=0.3 says how tokens are hidden"),
+    ],
+)
+def test_bad_input_of_the_plateau_is_one_line_and_starts_nothing(given, message, fits, here, capsys):
+    assert plateau.main([*given, "--minutes", "0", "--out", "out"]) == 2 and not list(here.iterdir())
+    said = capsys.readouterr().err
+    assert said.startswith(f"plateau: {message}") and said.count("\n") == 1
+
+
+def write_curve(folder):
+    folder.mkdir(parents=True)
+    (folder / "metrics.csv").write_text("step,val/loss,val/accuracy\n2,0.6,0.8\n")
+
+
+def test_only_finished_runs_of_the_plateau_have_a_result(fits, here, capsys):
+    """Not those that are refused, cut, or would start from a pretraining that is not there."""
+    write_curve(plateau.directory(plateau.training("mean", 0)).path)  # an old one
+    fits |= {"mean-s0": 2, "cls-s0": 0, "pretrained-lit-s0": -15}
+    assert plateau.main(["mean", "cls", "hard, pretrained on lit", "--out", "out"]) == 2 and not fits
+    (file,) = here.glob("out/*/*.json")
+    assert file.name == "cls-s0.json" and json.loads(file.read_text())["step"] == 2
+    assert capsys.readouterr() == (
+        "cls, seed 0: 2 steps, at best 80.0%, 75% at step 2\n",
+        "plateau: no result of pretrained-lit-s0, mean-s0, hard+pretrained-on-lit-s0 (not begun): "
+        "see their logs in logs, or give more --minutes\n",
+    )
+
+
+def test_runs_of_the_plateau_are_ended_in_time(fits, here, monkeypatch):
+    monkeypatch.setattr(plateau, "LEAST", 0)
+    plateau.LOGS.mkdir()
+    fits["mean-s0"] = None
+    commands = {(name, 0): plateau.training(name, 0) for name in ("mean", "cls")}
+    assert plateau.run_all(commands, 0, 1, time.monotonic() + 0.4) == {("mean", 0): -15}
 
 
 def test_a_turned_image_keeps_its_pixels():

@@ -3,8 +3,9 @@
     python -m benchmarks.studies.plateau.study [NAME …] [--minutes 9] [--each 3] [--seeds 0 …] [--out FOLDER]
 
 NAMEs are those of settings.py; without any, all run in its order. Each GPU has `--each` runs at once. All pretrainings
-of the chosen settings come first. When the time is over, every run is ended, and its metrics.csv counts.
-FOLDER/<gpu>/NAME-sSEED.json has the curve, and the step at which validation first reached 75%.
+of the chosen settings come first. When the time is over, every run is ended. FOLDER/<gpu>/NAME-sSEED.json of a
+finished run has the curve, and the step at which validation first reached 75%. Another run has no file, and the exit
+code is 2.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,28 @@ from lra import environment
 from lra.bench.output import write_measurement
 from lra.errors import UsageError
 from lra.training.fit import configure
+from lra.training.run_directory import RunDirectory
 
 REACHED = 0.75
 LEAST = 40  # seconds that a run needs to be worth a start
-RUNS = Path("checkpoints") / "runs" / "pathfinder" / "flash"  # below the working folder
+LOGS = Path("logs")  # below the working folder
+
+Run = tuple[str, int]  # a setting or a pretraining, and its seed
+
+
+def stem(run: Run) -> str:
+    """What the files of a run are called."""
+    return f"{file_name(run[0])}-s{run[1]}"
 
 
 def merged(*fields: str) -> list[str]:
     """The last value of each field."""
     return [f"{name}={value}" for name, value in dict(field.split("=", 1) for field in fields).items()]
+
+
+def directory(fields: Sequence[str]) -> RunDirectory:
+    """Where `lra fit` puts the run with these fields. UsageError for fields that no run has."""
+    return RunDirectory(configure(fields))
 
 
 def pretraining(name: str, seed: int, extra: Sequence[str] = ()) -> list[str]:
@@ -47,7 +61,7 @@ def pretraining(name: str, seed: int, extra: Sequence[str] = ()) -> list[str]:
 
 def training(name: str, seed: int, extra: Sequence[str] = ()) -> list[str]:
     setting = SETTINGS[name]
-    init = "null" if setting.start is None else str(RUNS / f"pretrained-{file_name(setting.start)}-s{seed}")
+    init = "null" if setting.start is None else directory(pretraining(setting.start, seed, extra)).path
     own = (*BASE, *setting.fields, f"name={file_name(name)}", f"seed={seed}")
     return merged(*own, f"init={init}", *extra)
 
@@ -64,35 +78,41 @@ def first_step(points: Iterable[dict[str, float]], accuracy: float = REACHED) ->
     return next((int(point["step"]) for point in points if point["accuracy"] >= accuracy), None)
 
 
-def run_all(commands: dict[tuple[str, int], list[str]], gpus: int, each: int, deadline: float, logs: Path) -> None:
-    """Runs `lra fit` with these fields, `each` at once on every GPU, until all have ended or the time is over."""
-    waiting, running = list(commands.items()), {}
+def run_all(commands: Mapping[Run, list[str]], gpus: int, each: int, deadline: float) -> dict[Run, int]:
+    """Runs `lra fit` with these fields, `each` at once on every GPU, until all have ended or the time is over.
+
+    Returns the exit code of each run that was started. It is 0 if the run is finished.
+    """
+    waiting, running, codes = list(commands.items()), {}, {}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
     slots = [gpu for _ in range(each) for gpu in visible]
     while waiting or running:
-        for slot, (process, gpu, log) in list(running.items()):
+        for run, (process, gpu, log) in list(running.items()):
             if process.poll() is not None:
-                del running[slot]
+                del running[run]
+                codes[run] = process.returncode
                 slots.append(gpu)
                 log.close()
         while waiting and slots and deadline - time.monotonic() > LEAST:
-            ((name, seed), fields), gpu = waiting.pop(0), slots.pop(0)
-            log = open(logs / f"{file_name(name)}-s{seed}.log", "w", encoding="utf-8")  # noqa: SIM115
+            (run, fields), gpu = waiting.pop(0), slots.pop(0)
+            log = open(LOGS / f"{stem(run)}.log", "w", encoding="utf-8")  # noqa: SIM115
             own = {"CUDA_VISIBLE_DEVICES": gpu} if gpus else {}
             process = subprocess.Popen(
                 [sys.executable, "-m", "lra", "fit", *fields], stdout=log, stderr=log, env=os.environ | own
             )
-            running[name, seed] = process, gpu, log
+            running[run] = process, gpu, log
         if time.monotonic() > deadline:
             for process, _, _ in running.values():
                 process.terminate()
-            for process, _, log in running.values():
+            for run, (process, _, log) in running.items():
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(15)
                 process.kill()
+                codes[run] = process.wait()
                 log.close()
-            return
+            break
         time.sleep(0.5)
+    return codes
 
 
 @command
@@ -109,37 +129,37 @@ def main(arguments: Sequence[str]) -> None:
     if unknown := [name for name in names if name not in SETTINGS]:
         raise UsageError(f"{', '.join(unknown)}: no setting, choose from {'; '.join(SETTINGS)}")
     deadline = time.monotonic() + 60 * given.minutes
-    described = environment.describe()
-    place = given.out / measured.place(described["gpu"])
-    place.mkdir(parents=True, exist_ok=True)
-    gpus = torch.cuda.device_count()
-    chosen: list[tuple[str, int]] = [(name, seed) for name in names for seed in given.seeds]
-    starts = dict.fromkeys((start, seed) for name, seed in chosen if (start := SETTINGS[name].start))
-    first = {(f"pretrained {name}", seed): pretraining(name, seed, given.fields) for name, seed in starts}
+    chosen: list[Run] = [(name, seed) for name in names for seed in given.seeds]
+    starts = {(name, seed): (start, seed) for name, seed in chosen if (start := SETTINGS[name].start)}
+    first = {(f"pretrained {name}", seed): pretraining(name, seed, given.fields) for name, seed in starts.values()}
     second = {(name, seed): training(name, seed, given.fields) for name, seed in chosen}
-    for fields in (*first.values(), *(fields for (name, _), fields in second.items() if not SETTINGS[name].start)):
-        configure(fields)
-    logs = Path("logs")
-    logs.mkdir(exist_ok=True)
-    run_all(first, gpus, given.each, deadline, logs)
-    run_all(second, gpus, given.each, deadline, logs)
-    for (name, seed), fields in (first | second).items():
-        stem = f"{file_name(name)}-s{seed}"
-        if not (metrics := RUNS / stem / "metrics.csv").exists():
-            print(f"{name}, seed {seed}: no result, see {logs / stem}.log")
+    runs = first | second
+    curves = {run: directory(fields).curves for run, fields in runs.items()}  # all fields are checked before any run
+    described, gpus = environment.describe(), torch.cuda.device_count()
+    place = given.out / measured.place(described["gpu"])
+    for folder in (place, LOGS):
+        folder.mkdir(parents=True, exist_ok=True)
+    codes = run_all(first, gpus, given.each, deadline)
+    there = [start for start in starts.values() if codes.get((f"pretrained {start[0]}", start[1])) == 0]
+    ready = {run: fields for run, fields in second.items() if run not in starts or starts[run] in there}
+    codes |= run_all(ready, gpus, given.each, deadline)
+    for run, fields in runs.items():
+        if codes.get(run) != 0:
             continue
-        points = curve(metrics)
+        name, seed = run
+        points = curve(curves[run])
         result: dict[str, Any] = {
             "setting": name, "seed": seed, "fields": fields, "curve": points,
-            "step": None if (name, seed) in first else first_step(points), "environment": described,
+            "step": None if run in first else first_step(points), "environment": described,
         }  # fmt: skip
-        write_measurement(place / f"{stem}.json", result)
-        last = points[-1] if points else {"step": 0, "accuracy": 0.0, "loss": 0.0}
-        best = max((point["accuracy"] for point in points), default=0.0)
+        write_measurement(place / f"{stem(run)}.json", result)
+        best = max(point["accuracy"] for point in points)
         print(
-            f"{name}, seed {seed}: {last['step']} steps, at best {100 * best:.1f}%, 75% at step {result['step']}",
+            f"{name}, seed {seed}: {points[-1]['step']} steps, at best {100 * best:.1f}%, 75% at step {result['step']}",
             flush=True,
         )
+    if lacking := [stem(run) + ("" if run in codes else " (not begun)") for run in runs if codes.get(run) != 0]:
+        raise UsageError(f"no result of {', '.join(lacking)}: see their logs in {LOGS}, or give more --minutes")
 
 
 if __name__ == "__main__":
