@@ -160,6 +160,9 @@ def fits(here, monkeypatch, no_gpus):
     ("given", "message"),
     [
         (["nothing"], "nothing: no setting, choose from"),
+        (["mean", "--each", "0"], "--each 0 must be at least 1"),
+        (["mean", "--fields", "foo"], "'foo' is not of the form field=value"),
+        (["mean", "--fields", "seed=3", "name=a"], "seed=3 name=a: the study gives each run its own, leave it out"),
         # which its pretraining can have
         (["hard, pretrained on lit", "--fields", "mask=0.3"], "mask=0.3 says how tokens are hidden"),
     ],
@@ -168,6 +171,11 @@ def test_bad_input_of_the_plateau_is_one_line_and_starts_nothing(given, message,
     assert plateau.main([*given, "--minutes", "0", "--out", "out"]) == 2 and not list(here.iterdir())
     said = capsys.readouterr().err
     assert said.startswith(f"plateau: {message}") and said.count("\n") == 1
+
+
+def test_fields_of_the_plateau_replace_those_of_its_settings():
+    changed = configure(plateau.training("mean", 0, ["level=hard", "model.pooling=max"])).config
+    assert (changed.task.level, changed.model.pooling) == ("hard", "max")
 
 
 def write_curve(folder):

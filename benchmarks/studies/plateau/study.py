@@ -28,6 +28,7 @@ from benchmarks.pages import measured
 from benchmarks.studies.plateau.settings import BASE, PRETRAINING, PRETRAININGS, SETTINGS, file_name
 from lra import environment
 from lra.bench.output import write_measurement
+from lra.config.override import parse_overrides
 from lra.errors import UsageError
 from lra.training.fit import configure
 from lra.training.run_directory import RunDirectory
@@ -35,6 +36,7 @@ from lra.training.run_directory import RunDirectory
 REACHED = 0.75
 LEAST = 40  # seconds that a run needs to be worth a start
 LOGS = Path("logs")  # below the working folder
+OWN_FIELDS = ("name", "seed", "init")  # each run has others
 
 Run = tuple[str, int]  # a setting or a pretraining, and its seed
 
@@ -45,8 +47,11 @@ def stem(run: Run) -> str:
 
 
 def merged(*fields: str) -> list[str]:
-    """The last value of each field."""
-    return [f"{name}={value}" for name, value in dict(field.split("=", 1) for field in fields).items()]
+    """The last value of each field. Later ones of the task may lack `task.`."""
+    values: dict[str, str] = {}
+    for name, value in (field.split("=", 1) for field in fields):
+        values[f"task.{name}" if f"task.{name}" in values else name] = value
+    return [f"{name}={value}" for name, value in values.items()]
 
 
 def directory(fields: Sequence[str]) -> RunDirectory:
@@ -128,6 +133,10 @@ def main(arguments: Sequence[str]) -> None:
     names = given.names or list(SETTINGS)
     if unknown := [name for name in names if name not in SETTINGS]:
         raise UsageError(f"{', '.join(unknown)}: no setting, choose from {'; '.join(SETTINGS)}")
+    if given.each < 1:
+        raise UsageError(f"--each {given.each} must be at least 1")
+    if own := [str(field) for field in parse_overrides(given.fields) if field.field in OWN_FIELDS]:
+        raise UsageError(f"{' '.join(own)}: the study gives each run its own, leave it out")
     deadline = time.monotonic() + 60 * given.minutes
     chosen: list[Run] = [(name, seed) for name in names for seed in given.seeds]
     starts = {(name, seed): (start, seed) for name, seed in chosen if (start := SETTINGS[name].start)}
