@@ -151,12 +151,12 @@ def transfer_weights(
         both = {key for key in own.keys() & weights.keys() if ".attention." in key}
         other = {key for key in both if weights[key].shape != own[key].shape}
         fresh, left = fresh | other, left | other
-    if score and (untrained := fresh & dict(module.model.named_parameters()).keys()):
-        names = ", ".join(_names(untrained))
-        what = f"{path} has no {names} for this model, and untrained weights can't be scored"
-        raise UsageError(f"{what}: train it with lra fit")
     weights = {key: value for key, value in weights.items() if key not in left}
     tokens = _tokens(module, weights, own, identity)
+    untrained = [*_names(fresh & dict(module.model.named_parameters()).keys()), *tokens.fresh]
+    if score and untrained:
+        what = f"{path} has no {' and '.join(untrained)} for this model, and untrained weights can't be scored"
+        raise UsageError(f"{what}: train it with lra fit")
     resized = _resize(run, weights, own, old, new)
     if POSITION_SCALE in own:
         scale = weights.get(POSITION_SCALE, torch.ones_like(own[POSITION_SCALE]))

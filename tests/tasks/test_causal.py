@@ -258,6 +258,8 @@ def test_it_moves_to_and_from_hidden_tokens_and_denoising(pretrained):
     causal = pretrained("name=causal")
     moved = pretrained("name=masked", f"init={causal['directory']}", "pretrain=masked")["transfer"]
     assert moved["fresh"] == ["MASK"] and not moved["left"]
+    with pytest.raises(UsageError, match="has no MASK for this model, and untrained weights can't be scored"):
+        lra.test(f"init={causal['directory']}", "pretrain=masked")
     denoised = pretrained("name=denoised", "pretrain=none", "denoise=1", "model.pooling=mean")
     moved = pretrained("name=back", f"init={denoised['directory']}")["transfer"]
     assert moved["left"] == ["head", "MASK"] and not moved["fresh"]

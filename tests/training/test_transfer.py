@@ -367,7 +367,7 @@ def test_what_a_pretraining_does_not_have_is_refused(saved):
     linformer = saved("pathfinder", "attn=linformer", "attn.k=8", "pretrain=masked")
     _, said = moved("pathfinder", linformer, "attn=linformer", "attn.k=8", "model.pooling=cls")  # a place longer
     assert said.fresh == ["blocks.*.attention.projections.0", "blocks.*.attention.projections.1", "head", "CLS"]
-    with pytest.raises(UsageError, match="has no decoder for this model"):
+    with pytest.raises(UsageError, match="has no decoder and MASK for this model"):
         lra.test(f"init={saved('pathfinder')}", "pretrain=masked")
     assert lra.load(path).run.pretrain == "masked"
 

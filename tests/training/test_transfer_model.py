@@ -60,5 +60,5 @@ def test_norms_that_only_one_model_has_are_fresh_or_left_behind(saved, attn, nor
 
 
 def test_untrained_norms_are_not_scored(saved):  # noqa: F811
-    with pytest.raises(UsageError, match=r"has no blocks\.\*\.k_norm\.weight, .* for this model"):
+    with pytest.raises(UsageError, match=r"has no blocks\.\*\.k_norm\.weight and .* for this model"):
         lra.test(f"init={saved('pathfinder')}", "model.qk_norm=true")

@@ -56,7 +56,7 @@ def test_a_pretraining_from_a_fine_tuned_run_has_a_fresh_channel(saved, objectiv
     assert said.fresh == ["decoder", "hidden channel"] and said.left == ["head"] * (objective == "pretrain=masked")
     assert torch.equal(state[WEIGHT], torch.cat((weights[WEIGHT], own[WEIGHT][:, 1:]), 1))
     assert torch.equal(state[CLS], weights[CLS])
-    with pytest.raises(UsageError, match="has no decoder for this model"):
+    with pytest.raises(UsageError, match="has no decoder and hidden channel for this model"):
         lra.test(f"init={path}", "pretrain=masked")
 
 
