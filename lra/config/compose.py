@@ -112,8 +112,6 @@ def compose(
     started = tree.copy()
     try:
         changes = dict(flatten(rules[0].get("with") or {}))
-        if fixed := [field for field in ("init", "recipe") if field in changes]:
-            raise UsageError(f"{label}: with of a rule of start: {fixed[0]} is what it starts from, leave it out")
         with guard_chain(label, start):
             changes["init"] = locate(start)
         asked = {field: value for field, value in changes.items() if tree.origin.get(field) != FROM_COMMAND_LINE}
@@ -192,8 +190,6 @@ def _matching_rules(
     holding = []
     for rule in rules:
         when = dict(flatten(rule["when"]))
-        if "recipe" in when:  # runs know a recipe by the name of its file
-            when["recipe"] = recipes.config_stem(str(when["recipe"]))
         if any(when.pop(name, value) != value for name, value in selected.items()):
             continue
         if other := [field for field in when if field not in tree.origin]:

@@ -167,6 +167,8 @@ def check_recipe_names(label: str, recipe: Mapping[str, Any], registries: Mappin
     for rule in rules:
         if lacking := [key for key in ("when", "from") if key not in rule]:
             raise UsageError(f"{label}: a rule of start has no {lacking[0]}: add it")
+        if fixed := [field for field in ("init", "recipe") if field in (rule.get("with") or ())]:
+            raise UsageError(f"{label}: with of a rule of start: {fixed[0]} is what it starts from, leave it out")
         named.append(("key of a rule of start", rule, ("when", "from", "with")))
         chosen = [name for name in registries if name in rule["when"]]
         named += [(registries[name].kind, [rule["when"][name]], known[name]) for name in chosen]
@@ -182,9 +184,14 @@ def resolve_references(recipe: Mapping[str, Any], registries: Mapping[str, Regis
     def named(kind: str, sections: Mapping[Any, Any] | None) -> dict[str, Any]:
         return {registries[kind].name_of(str(name)): section for name, section in (sections or {}).items()}
 
+    def resolved(key: str, value: Any) -> Any:
+        if key == "recipe":
+            return config_stem(str(value))
+        return registries[key].name_of(str(value)) if key in registries else value
+
     attns = {name: named("task", sections) for name, sections in named("attn", recipe.get("attns")).items()}
     rules = [
-        rule | {"when": {k: registries[k].name_of(str(v)) if k in registries else v for k, v in rule["when"].items()}}
+        rule | {"when": {key: resolved(key, value) for key, value in rule["when"].items()}}
         for rule in recipe.get("start") or ()
     ]
     return {**recipe, "tasks": named("task", recipe.get("tasks")), "attns": attns, "start": rules}

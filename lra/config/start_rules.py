@@ -53,9 +53,11 @@ def starting_arguments(
             raise UsageError(f"{own}{dropped}= drops a field that this run does not have")
     arguments = {**selected, **{each.field: each.text for each in given if each.field not in RUN_FIELDS}}
     for source, layer in ((own, changes), ("", [Override(e.field.removeprefix(START), e.text) for e in before])):
-        changed = {complete(override.field): override.text for override in layer}
-        if len(changed) < len(layer):
-            raise UsageError(f"{source or START}{_repeated(complete(each.field) for each in layer)}= is given twice")
+        changed: dict[str, str] = {}
+        for override in layer:
+            if (field := complete(override.field)) in changed:
+                raise UsageError(f"{source or START}{field}= is given twice")
+            changed[field] = override.text
         if "resume" in changed:
             raise UsageError(f"{source or START}resume=: a run before this one always goes on, leave it out")
         if "attn" in changed:  # another attention has other options
@@ -64,12 +66,6 @@ def starting_arguments(
             arguments = {field: text for field, text in arguments.items() if field not in LENGTH_FIELDS}
         arguments |= changed
     return tuple(Override(field, text) for field, text in arguments.items() if text)
-
-
-def _repeated(fields: Iterable[str]) -> str:
-    """Returns the first field that occurs twice."""
-    seen: set[str] = set()
-    return next(field for field in fields if field in seen or seen.add(field))  # type: ignore[func-returns-value]
 
 
 @contextmanager
