@@ -55,11 +55,9 @@ def declare_component(file: Path, module: str, class_name: str) -> Any | None:
 
 def config_flaw(config: Any) -> str:
     """Says why a component's `Config` can't have its options, and how to mend it; empty if it can."""
-    if not isinstance(config, type) or not dataclasses.is_dataclass(config):
-        plain = True
-    else:  # an heir of a dataclass that adds options is one only if it says so, too
-        plain = "__annotations__" in vars(config) and "__dataclass_fields__" not in vars(config)
-    if plain:
+    own = vars(config) if isinstance(config, type) and dataclasses.is_dataclass(config) else None
+    # an heir of a dataclass that adds options is one only if it says so, too
+    if own is None or ("__annotations__" in own and "__dataclass_fields__" not in own):
         return "is no dataclass: write @dataclass(frozen=True) above it"
     try:
         typing.get_type_hints(config)

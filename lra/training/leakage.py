@@ -46,8 +46,7 @@ def sets_before_run(identity: Mapping[str, Any]) -> TrainedSets:
 
 def sets_of_checkpoint(identity: Mapping[str, Any]) -> TrainedSets:
     """Returns the sets on which the weights of a checkpoint were trained, including their own run."""
-    name, part = training_set(restore_task(identity["config"]["task"]))
-    return _merged(sets_before_run(identity), {name: part})
+    return _merged(sets_before_run(identity), sets_of_tasks([restore_task(identity["config"]["task"])]))
 
 
 def sets_of_tasks(tasks: Iterable[Any]) -> TrainedSets:
