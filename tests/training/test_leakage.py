@@ -154,9 +154,9 @@ def test_the_words_of_an_older_checkpoint_are_read(chain, name, now):
 
 def test_released_weights_say_what_they_do_not_know():
     """They are older than the list of what they have seen, and begin with runs on Pathfinder's easier levels."""
-    folder = Path(__file__).parents[2] / "checkpoints" / "pathx-all"
+    folder = Path(__file__).parents[2] / "checkpoints" / "path256-all"
     module = lra.load(folder)
-    assert module.run.task.version == 1 and module.identity()["task"] == "pathx@1"
+    assert module.run.task.version == 1 and module.identity()["task"] == "path256@1"
     known = leakage.sets_of_checkpoint(checkpoints.read_checkpoint(folder)[1])
     assert known["pathfinder@1, data_seed=0"] == 160000
-    assert str(known[leakage.UNSTATED_SET]).endswith("pathx/flash/curriculum+task.tokens=lit-s0")
+    assert str(known[leakage.UNSTATED_SET]).endswith("curriculum+task.background=0.3,task.tokens=lit-s0")
