@@ -257,14 +257,8 @@ def test_a_recipe_of_another_form_is_refused(layers, text, message):
         make(*BASE, "recipe=r")
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        ("task=pathx", "recipe=dao2022", "model.positions=rotary"),
-        ("task=pathx", "recipe=curriculum", "model.positions=learned"),
-    ],
-)
-def test_what_a_start_asks_for_in_vain_is_told_from_what_was_given(args):
+def test_what_a_start_asks_for_in_vain_is_told_from_what_was_given():
+    args = ("task=pathx", "recipe=curriculum", "model.positions=learned")
     with pytest.raises(UsageError) as error:
         configure([*args, "attn=flash"])
     assert str(error.value).count(module.START_MEND) == 1
@@ -272,6 +266,14 @@ def test_what_a_start_asks_for_in_vain_is_told_from_what_was_given(args):
     with pytest.raises(UsageError) as error:
         configure([*args, "attn=flash", "model.heads=3"])
     assert module.START_MEND not in str(error.value)
+
+
+@pytest.mark.parametrize("task", ["pathx", "path256"])
+@pytest.mark.parametrize("model", [("attn=s4d",), ("attn=flash", "model.positions=rotary")])
+def test_dao2022_resizes_learned_positions_only(task, model):
+    run = configure([f"task={task}", "recipe=dao2022", *model])
+    assert run.start is not None and run.config.positions.resize is None
+    assert configure([f"task={task}", "recipe=dao2022", "attn=flash"]).start is not None
 
 
 def test_every_task_has_a_default_recipe():
