@@ -310,6 +310,7 @@ def test_a_sheet_shows_what_the_test_set_has(name):
     assert len(files) == 3 and all(file.stat().st_size < 300_000 for file in files)
 
 
+@pytest.mark.slow
 def test_the_pictures_are_those_of_the_weights(tmp_path):
     name, count = "pathfinder", 128
     made = pictures.depict(pictures.PictureOptions(f"{folder(name)}", count), tmp_path)

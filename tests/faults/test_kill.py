@@ -312,6 +312,7 @@ def test_without_another_whole_checkpoint_a_run_begins_anew(tmp_path, whole, bro
     same(tmp_path, whole)
 
 
+@pytest.mark.slow
 def test_a_run_whose_best_checkpoint_is_damaged_starts_over(tmp_path, whole, broken):
     copy(broken, tmp_path)
     DAMAGES["a bit of a tensor"](tmp_path / RUN / "best.ckpt")
