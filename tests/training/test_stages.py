@@ -139,8 +139,9 @@ def test_every_rule_can_apply(recipe):
         fields = dict(compose.flatten(compose.to_dict(TASKS.get(task).Config())))
         # rules for all tokens and for the default number of images come first
         when = {"task.tokens": "lit", "task.train": "1000"} if "tokens" in fields else {}
-        if any("model.positions" in each["when"] for each in found["start"]):  # and those for rotary positions
-            when["model.positions"] = "learned"
+        named = {each["when"].get("model.positions") for each in found["start"]}
+        if named != {None}:  # and those for some positions
+            when["model.positions"] = next(it for it in ("learned", "rotary") if it not in named)
         # and those of one attention before the one for all: sdpa has none of its own
         given = [f"{name}={value}" for name, value in ({"task": task, "attn": "sdpa"} | when | rule["when"]).items()]
         run = composed((f"recipe={recipe}", *given))
