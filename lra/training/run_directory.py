@@ -46,7 +46,11 @@ class RunDirectory:
 
     def __init__(self, composed: ComposedConfig):
         run = composed.config
-        self.overrides = [str(override) for override in composed.overrides if override.field not in UNNAMED_FIELDS]
+        # fields that only say where data lies: each copy of a published data set has the same examples
+        published = getattr(type(run.task), "source", "generate") != "generate"
+        self.places = ("task.source",) if published else ()
+        unnamed = (*UNNAMED_FIELDS, *self.places)
+        self.overrides = [str(override) for override in composed.overrides if override.field not in unnamed]
         middle = run.name or "+".join([run.recipe, *([short_name(",".join(self.overrides))] if self.overrides else [])])
         self.path = RUNS_FOLDER / run.task.name / run.attn.name / f"{middle}-s{run.seed}"
         self.best, self.last = self.path / "best.ckpt", self.path / "last.ckpt"
@@ -94,8 +98,8 @@ class RunDirectory:
                     f"{file} is damaged or no configuration of a run: move {self.path} away, or choose another name="
                 )
             self.refuse_version("run", self.task_of(saved))
-            if changed := list_differences(saved, self.config, HARDWARE_FIELDS):
-                can_resume = not list_differences(saved, self.config, RESUME_FIELDS)
+            if changed := list_differences(saved, self.config, (*HARDWARE_FIELDS, *self.places)):
+                can_resume = not list_differences(saved, self.config, (*RESUME_FIELDS, *self.places))
                 go_on = f"resume={self.last} to go on from it" if can_resume else f"init={self.last} to start from it"
                 more = f", with {go_on}" if self.last.exists() else ""
                 raise UsageError(

@@ -124,7 +124,7 @@ def _resume(run: RunConfig, directory: RunDirectory, module: TaskModule, checkpo
     if identity["task"] != directory.task and directory.same_task(identity["task"]):
         mend = f"{directory.mend(identity['task'])}begin another run, name=, with its weights, init={checkpoint}"
         raise UsageError(f"{checkpoint} is of {identity['task']}, and {directory.asked}: {mend}")
-    _refuse_other(identity["config"], directory.config, checkpoint)
+    _refuse_other(identity["config"], directory, checkpoint)
     checkpoints.load_into(module, weights, identity, checkpoint)
     own = checkpoint.parent.resolve() == directory.path.resolve()
     done, best, drawn, waited = checkpoints.read_progress(checkpoint)
@@ -195,9 +195,9 @@ def _facts(composed: ComposedConfig, parts: Assembly, begun: StartingPoint) -> d
     return facts | known | result.result_costs(parts.clock)
 
 
-def _refuse_other(there: dict[str, Any], here: dict[str, Any], checkpoint: Path) -> None:
-    """Raises a UsageError if a checkpoint's run differs in more than `RESUME_FIELDS`."""
-    if changed := list_differences(there, here, RESUME_FIELDS):
+def _refuse_other(there: dict[str, Any], here: RunDirectory, checkpoint: Path) -> None:
+    """Raises a UsageError if a checkpoint's run differs in more than `RESUME_FIELDS` and where its data lies."""
+    if changed := list_differences(there, here.config, (*RESUME_FIELDS, *here.places)):
         raise UsageError(
             f"{checkpoint} is of a run with another configuration ({'; '.join(changed)}): "
             f"give its fields, or take its weights alone, init={checkpoint}"

@@ -124,6 +124,23 @@ def touch(directory: RunDirectory, *names: str) -> None:
         (directory.path / name).touch()
 
 
+def test_where_a_copy_of_published_data_lies_is_no_part_of_a_run(directory):
+    def text(*args):
+        return RunDirectory(fit.configure(["task=text", "attn=flash", "recipe=amos2024", *args]))
+
+    plain, copied = text(), text("task.source=some/imdb")
+    assert plain.path == copied.path and plain.path.name == "amos2024-s0"
+    assert plain.config["init"] == copied.config["init"], "its stages, too"
+    with copied.opened(None):
+        pass
+    for other in ((), ("task.source=elsewhere/imdb",)):
+        text("resume=auto", *other).check()
+    with pytest.raises(UsageError, match="holds a run with another configuration .batch.size: "):
+        text("resume=auto", "name=amos2024", "batch.size=8").check()
+    paths = {RunDirectory(fit.configure(["task=listops", "attn=flash", *more])).path for more in ((), ("source=lra",))}
+    assert len(paths) == 2, "LRA's expressions are not those that are generated"
+
+
 def test_where_training_starts(directory):
     assert [directory(f"resume={resume}").checkpoint() for resume in ("false", "auto", "true")] == [None] * 3
     touch(directory(), "last.ckpt")

@@ -184,10 +184,10 @@ def _computes_the_same(cell: Cell, result: Mapping[str, Any] | None) -> bool:
     if found is None:
         raise UsageError(f"{file} is damaged: remove the directory")
     cell.directory.refuse_version("run", cell.directory.task_of(found))
-    if changed := list_differences(found, cell.directory.config, HARDWARE_FIELDS):
+    if changed := list_differences(found, cell.directory.config, (*HARDWARE_FIELDS, *cell.directory.places)):
         raise UsageError(
             f"{path} holds a run with another configuration ({'; '.join(changed)}): move it away, or choose name="
         )
     if result is not None:
         cell.directory.refuse_version("result", result["task"])
-    return not list_differences(found, cell.directory.config)
+    return not list_differences(found, cell.directory.config, cell.directory.places)
