@@ -14,6 +14,7 @@ from lra.config.compose import restore
 from lra.config.override import Override, parse_overrides
 from lra.config.schema import MASK_FIELDS, RunConfig
 from lra.errors import UsageError, is_out_of_memory
+from lra.models.attention import ATTENTIONS
 from lra.tasks.base import TaskModule
 from lra.training import checkpoints, result, transfer
 from lra.training.assembly import build_modules, make_rank, resolve_attention, resolve_engine
@@ -102,8 +103,10 @@ def test(*args: str) -> dict[str, Any]:
     step = Step(run)
     data, module = build_modules(run, make_rank(trainer), step=step)
     moved = transfer.transfer_weights(module, weights, identity, path, score=True)
-    if not moved.fresh and "seed" in given:
-        raise UsageError(f"{given['seed']}: nothing is drawn to score these weights, it changes no score; leave it out")
+    if not moved.fresh:
+        initial = ATTENTIONS.get_declared(run.attn.name).facts.initial
+        drawing = {"seed", *(f"attn.{option}" for option in initial)}
+        _refuse_unused(given, drawing, "nothing is drawn to score these weights, it changes no score")
     if moved.task != module.identity()["task"] or moved.changed or moved.resized:
         say(moved.describe(path))
     resolve_attention(module, trainer.strategy.root_device)

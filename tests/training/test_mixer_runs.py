@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import lra
 from lra.errors import UsageError
 from lra.models.attention.gla import GatedLinearAttention
 from lra.training import checkpoints
@@ -41,3 +42,10 @@ def test_what_can_not_be_captured_says_why_before_it_trains(monkeypatch):
     assert "engine eager as gates are sorted on the host, a GPU" in describe_run(run, parts)
     with pytest.raises(UsageError, match="engine=captured, but gates are sorted on the host: use engine=auto"):
         Step(replace(run, engine="captured")).captures(module, torch.device("cuda"))
+
+
+def test_what_first_weights_are_can_not_be_asked_of_trained_ones(small):
+    found = small("attn=s4d", "model.attn_dropout=0", "trainer.steps=4", "attn.init=inv")["directory"]
+    for option in ("attn.init=legs", "attn.frequency=2", "attn.dt_max=0.2"):
+        with pytest.raises(UsageError, match=f"^{option}: nothing is drawn to score these weights, .*; leave it out$"):
+            lra.test(f"init={found}", option)

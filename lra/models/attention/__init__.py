@@ -36,6 +36,7 @@ class Capabilities:
     reads_residual: bool = False  # a mixer that also takes the rows to which its result is added
     head_dims: tuple[int, ...] = (1, 1024)  # smallest and largest; a mixer has none
     head_dim_multiple: int = 1
+    initial: tuple[str, ...] = ()  # options that say what its weights are at first, and nothing else
     dtypes: tuple[str, ...] = ("fp32", "bf16")
     needs_gpu: bool = False
 

@@ -22,7 +22,13 @@ OWN_RATE = {"lr": 1e-3, "weight_decay": 0.0}  # of A and the step size, as in th
 
 
 @ATTENTIONS.register(
-    "s4d", mixes=True, exact=False, cost="N log N", causal=True, paper="Gu et al. 2022, arXiv 2206.11893"
+    "s4d",
+    mixes=True,
+    exact=False,
+    cost="N log N",
+    causal=True,
+    initial=("init", "frequency", "dt_min", "dt_max"),
+    paper="Gu et al. 2022, arXiv 2206.11893",
 )
 class S4D(Mixer):
     """S4D mixer: a diagonal state space model, computed as a convolution.
