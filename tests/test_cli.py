@@ -232,7 +232,7 @@ REFUSED = {
     "fit task=listops attn=flash trainer.eval_every=10000": "no validation",
     "fit task=listops attn=flash trainer.steps=5003": "250 must divide trainer.steps=5003: .* last 3 steps",
     f"fit task=listops attn=flash name={'x' * 300}": "too long for a folder",
-    f"fit task=text attn=flash source={'据' * 80}": "too long for a folder: choose a name=",
+    f"fit task=listops attn=flash source={'据' * 80}": "too long for a folder: choose a name=",
     "fit task=listops attn=flash model.d_model=512": "attn=flash supports head dimensions 1 to 128, not 256",
     "fit task=pathx attn=butterfly attn.block=2": "block=2: 16384 tokens would be 8192 x 8192 blocks, choose larger",
     f"fit task=listops attn=butterfly attn.block={10**12}": "attn.block=10*: a side is at most 65536",
