@@ -31,6 +31,7 @@ EQUIVALENT_TASK_FIELDS = tuple(
 # fields of `lra fit` that the grid or the command sets
 FIELDS_OF_GRID = {"task": "tasks=", "attn": "attns=", "seed": "seeds=", "resume": "nothing, every run is resumed"}
 League = Literal["strict", "open"]  # lra.experiments.grid.league says what they are
+OWN_FIGURES = ("average", "speedup")  # of all columns: a paper may state them beside those of each
 MOST_SEEDS = 1000  # nobody trains more: a number with too many digits would never end
 
 
@@ -297,6 +298,8 @@ def _faults(tree: Mapping[str, Any]) -> Iterator[str]:
         made = column.get("fields") if isinstance(column, dict) else None
         if not isinstance(name, str):
             yield f"the name of column {name} is not a text: write it in quotes"
+        elif name in OWN_FIGURES:
+            yield f"column {name} has the name of a figure of all columns: choose another"
         elif not isinstance(made, list) or not all(isinstance(text, str) and "=" in text for text in made):
             yield f"column {name} needs fields, a list of arguments of lra fit: {name}: {{fields: [task={name}]}}"
         elif column.keys() - {"fields", "apart"} or not isinstance(column.get("apart", False), bool):
@@ -319,6 +322,8 @@ def _faults(tree: Mapping[str, Any]) -> Iterator[str]:
     for mean, names in tree.get("means", {}).items():
         if not isinstance(names, list) or {*map(str, names)} - tree["columns"].keys():
             yield f"mean {mean} is {shorten(repr(names))}, and must be a list of columns of this table"
+        elif mean in (*OWN_FIGURES, *tree["columns"]):
+            yield f"mean {mean} has the name of a column or a figure of all columns: choose another"
 
 
 def _unknown(registry: Registry, text: str) -> Iterator[str]:

@@ -160,7 +160,9 @@ def match_results(cells: Sequence[Cell], folder: str | Path) -> Ledger:
     if named := [name for _, name in sorted(strangers) if name not in known]:  # the table's tasks and attentions first
         if len(named) > MOST_NAMED:
             named[MOST_NAMED:] = [f"and {len(named) - MOST_NAMED} more"]
-        ledger.notes.append(f"of no cell of this table, as their configurations differ: {', '.join(named)}")
+        ledger.notes.append(
+            f"of no cell of this table with these tasks=, attns=, seeds= and fields: {', '.join(named)}"
+        )
     return ledger
 
 

@@ -88,6 +88,12 @@ def test_all_tables_are_listed_with_what_they_are(configs):
         ({"published": {"S4": {"source": "a", "league": "open", "text": "86"}}}, "published S4 needs a source"),
         ({"published": {"S4": {"source": "a", "league": "open", "txt": 86}}}, "published S4: unknown column 'txt'"),
         ({"means": {"mean": ["listops", "txt"]}}, "mean mean is ['listops', 'txt'], and must be a list of columns"),
+        (
+            {"means": {"listops": ["listops"]}},
+            "mean listops has the name of a column or a figure of all",
+        ),
+        ({"means": {"average": ["listops"]}}, "mean average has the name of a column or a figure"),
+        ({"columns": {"average": {"fields": ["task=text"]}}}, "column average has the name of a figure of all columns"),
     ],
 )
 def test_a_table_of_another_form_is_refused(configs, changes, said):

@@ -57,7 +57,7 @@ def test_committed_results_are_found():
     }
     [note] = found.notes
     nearest = r"(runs/listops/(flash|linear|standard)/\S+/result\.json, ){5}and \d+ more"
-    assert re.fullmatch(f"of no cell of this table, as their configurations differ: {nearest}", note)
+    assert re.fullmatch(f"of no cell of this table with these tasks=, attns=, seeds= and fields: {nearest}", note)
     assert "results/attention" not in note  # no result of a run
 
 
@@ -91,7 +91,7 @@ def test_another_computation_is_of_no_cell(tmp_path, section, field, value):
     put(tmp_path / "result.json", made)
     found = ledger.match_results(CELLS, tmp_path)
     assert not found.entries and found.notes == [
-        "of no cell of this table, as their configurations differ: result.json"
+        "of no cell of this table with these tasks=, attns=, seeds= and fields: result.json"
     ]
 
 
@@ -102,7 +102,7 @@ def test_of_many_results_of_no_cell_the_nearest_are_named(tmp_path):
     other["config"]["task"]["name"] = "text"
     put(tmp_path / "a.json", other)
     (note,) = ledger.match_results(CELLS, tmp_path).notes
-    assert note.endswith("as their configurations differ: a0.json, a1.json, a2.json, a3.json, a4.json, and 5 more")
+    assert note.endswith("seeds= and fields: a0.json, a1.json, a2.json, a3.json, a4.json, and 5 more")
 
 
 def test_another_version_of_the_task_is_of_no_cell(tmp_path):
@@ -153,7 +153,7 @@ def test_a_stage_that_was_out_of_memory_is_the_result_of_what_starts_from_it(tmp
     found = ledger.match_results([cell], tmp_path)
     row = ledger.make_row(TABLE, cell, found)
     assert not found.entries and (row.status, row.result, row.memory_gb, row.steps) == ("oom", str(path), None, None)
-    assert found.notes == ["of no cell of this table, as their configurations differ: a.json"]
+    assert found.notes == ["of no cell of this table with these tasks=, attns=, seeds= and fields: a.json"]
     alone = ledger.match_results([first], tmp_path)
     assert [str(entry.path) for entry in alone.entries.values()] == [str(path)]
     assert alone.notes == [f"{tmp_path}/a.json: left out, as the run was out of memory beside other runs"]
