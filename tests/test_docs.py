@@ -26,6 +26,7 @@ def test_the_headline_names_what_differs_and_its_figure_how_long_training_takes(
         assert part in text
     points = list(headline.points())
     assert points[0].most is False and points[-1].most and all(p.ours > p.guess for p in points)
+    assert points[-2].minutes > 9, "Path-X has the time of its five stages, which other columns have, too"
     shown = words(headline.figure(points))
     assert {f"{'≤ ' * point.most}{point.minutes:.1f} min" for point in points} <= {*shown} and "Path-X" in shown
 

@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.pages import measured
 from benchmarks.pages.measured import mark, table
 from lra.errors import UsageError
+from lra.experiments.reproduction import format_mean_std
 from lra.experiments.results.card import (
     SCORED_TOKENS,
     card_facts,
@@ -44,9 +45,9 @@ HEAD = """# Checkpoints
 
 Released weights live here, one folder each: a run's `config.yaml`, `model.safetensors` and `result.json`, and a card \
 that says what it is, how it was trained and how to use it."""
-TAIL = """`python -m benchmarks.release <run directory> <name>` adds one. *Of another seed*: accuracy on examples of a \
-seed that no run has seen, neither in training nor in validation \
-(`python -m benchmarks.studies.rescoring.study <name>`).
+TAIL = """`python -m benchmarks.release <run directory> <name>` adds one. *Mean of all seeds*: the weights are \
+those of the seed that is best on validation. *Of other examples*: accuracy on examples of a seed of data that no run \
+has seen, neither in training nor in validation (`python -m benchmarks.studies.rescoring.study <name>`).
 
 `runs/` is where `lra fit` writes, below the folder it is started in: \
 `runs/<task>/<attn>/<recipe>[+<overrides>]-s<seed>/`. Git ignores it.
@@ -103,6 +104,7 @@ def card(name: str, result: Result, runs: dict[str, list[tuple[Path, Result]]], 
         "## Accuracy",
         table(*score_table(result)),
         "± is the 95% bound from sampling the test set. It is of one run, of one seed.",
+        *_beside_other_seeds(result, runs),
         *_chosen_by(chain),
         *(_grey_levels(levels) if levels else []),
         "## Use",
@@ -153,6 +155,31 @@ def _chosen_by(chain: list[Result]) -> Iterator[str]:
                     "No run was trained on them. [checkpoints](../README.md) has the accuracy on images of another "
                     "seed, where it was measured."
                 )
+
+
+def _seeds(result: Result, runs: dict[str, list[tuple[Path, Result]]]) -> dict[int, Result]:
+    """The results that differ from this one in nothing but the seed, itself included, by seed."""
+    stem = result["directory"].removesuffix(f"-s{result['seed']}")
+    of_stem = (found[0][1] for directory, found in runs.items() if directory.rpartition("-s")[0] == stem)
+    return dict(sorted((found["seed"], found) for found in of_stem))
+
+
+def _mean(seeds: dict[int, Result]) -> str:
+    """Mean and standard deviation of test accuracies, in %; empty for one seed."""
+    scores = [100 * found["test"]["accuracy"] for found in seeds.values()]
+    return f"{format_mean_std(scores, 1)} ({len(scores)})" if len(scores) > 1 else ""
+
+
+def _beside_other_seeds(result: Result, runs: dict[str, list[tuple[Path, Result]]]) -> Iterator[str]:
+    if len(seeds := _seeds(result, runs)) < 2:
+        return
+    scores = ", ".join(f"{100 * found['test']['accuracy']:.2f}" for found in seeds.values())
+    best = result["val"]["accuracy"] == max(found["val"]["accuracy"] for found in seeds.values())
+    chosen = ", the best of them on validation" if best else ""
+    yield (
+        f"{len(seeds)} seeds were trained in this way, with {scores} on test: {_mean(seeds).partition(' (')[0]}. "
+        f"These are the weights of seed {result['seed']}{chosen}."
+    )
 
 
 def _grey_levels(levels: Result) -> Iterator[str]:
@@ -237,7 +264,8 @@ def make(releases: Path = RELEASES, results: Path = measured.RUNS) -> dict[Path,
         (
             f"[{name}]({name}/README.md){mark(result)}",
             f"`{result['task']}`", result.get("protocol") or "", _league(result, runs), f"`{result['attn']}`",
-            format_accuracy(result["test"]), others.get(digest(releases / name), ""), f"{result['parameters']:,}",
+            format_accuracy(result["test"]), _mean(_seeds(result, runs)), others.get(digest(releases / name), ""),
+            f"{result['parameters']:,}",
         )
         for name, result in found.items()
     ]  # fmt: skip
@@ -248,7 +276,8 @@ def make(releases: Path = RELEASES, results: Path = measured.RUNS) -> dict[Path,
         "league",
         "attention",
         "test accuracy, %",
-        "of another seed, %",
+        "mean of all seeds (how many)",
+        "of other examples, %",
         "parameters",
     )
     return {releases / "README.md": "\n\n".join([HEAD, *([table(header, rows)] if rows else []), TAIL]) + "\n"} | cards

@@ -127,7 +127,10 @@ def points() -> Iterator[Point]:
 
 def _point(section: Section, stated: grid.Grid, column: str, rows: Sequence[Any], paces: plan.MeasuredSpeeds) -> Point:
     (cell,) = (c for c in section.runs if (c.column, c.attn, c.seed) == (column, "flash", 0))
-    alone, most = training_hours((*cell.stages, cell), section.runs, paces)
+    runs = (*cell.stages, cell)
+    alone, most = training_hours(runs, section.runs, paces)
+    if len(alone) + len(most) < len(runs):
+        raise ValueError(f"the time of a run before {cell.directory.path} is not known")
     task = TASKS.catalogue()[cell.composed.config.task.name]
     return Point(
         f"{task.summary.partition(':')[0]}\n{TASKS.facts_of(task).length:,} tokens",

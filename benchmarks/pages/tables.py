@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import measured
+from benchmarks.pages import cards, measured
 from lra.config.recipes import config_names, read_recipe, recipe_names
 from lra.environment import UNCLEAN_MARK
 from lra.experiments import speed
@@ -175,10 +175,14 @@ def _alone(table: Grid, cells: Sequence[Cell], matched: Mapping[Cell, ledger.Res
 def training_hours(
     runs: Iterable[Cell], matched: Mapping[Cell, ledger.ResultFile], paces: plan.MeasuredSpeeds
 ) -> tuple[list[float], list[float]]:
-    """GPU-hours of training of runs: those whose speed was measured alone, and those that may have shared their GPU."""
+    """GPU-hours of training of runs: those whose speed was measured alone, and those that may have shared their GPU.
+
+    A run of which neither is known is left out. Two columns may share a stage, so runs are found by their directories.
+    """
+    found = {cell.directory.path: entry.result for cell, entry in matched.items()}
     alone, most = [], []
     for run in runs:
-        steps, own = run.composed.config.trainer.steps, matched[run].result if run in matched else {}
+        steps, own = run.composed.config.trainer.steps, found.get(run.directory.path, {})
         if pace := paces.pace(run):
             alone.append(steps / pace / 3600)
         elif pace := own.get("steps_per_second"):
@@ -206,7 +210,7 @@ def _resized(tasks: Collection[str]) -> Iterator[str]:
             accuracy = f"{100 * test['accuracy']:.1f} ± {100 * test['plus_minus']:.1f} of {test['n']:,}"
             if run["task"] in tasks:
                 rows.append((
-                    measured.link(run["init"], file), f"`{run['task']}`", run["protocol"],
+                    measured.link(_weights(run), file), f"`{run['task']}`", run["protocol"],
                     f"`{run['way']}`", accuracy, f"{test['loss']:.3f}", f"{100 * best:.1f} {name}",
                 ))  # fmt: skip
     if rows:
@@ -217,6 +221,14 @@ def _resized(tasks: Collection[str]) -> Iterator[str]:
             "(benchmarks/studies/resizing). A guess has a loss of 0.693."
         )
         yield measured.table(header, rows)
+
+
+def _weights(run: Mapping[str, Any]) -> str:
+    """The name of the weights, and which they were if no release has them today."""
+    folder = measured.ROOT / run["init"]
+    if folder.parent != cards.RELEASES or (folder.is_dir() and cards.digest(folder) == run.get("sha256")):
+        return run["init"]
+    return f"{run['init']} of {run['transfer']['task']}, no longer released"
 
 
 def make() -> dict[Path, str]:

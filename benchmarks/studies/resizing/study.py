@@ -16,6 +16,7 @@ from typing import Any
 
 import lra
 from benchmarks.command import command
+from benchmarks.pages import cards
 from lra import environment
 from lra.bench.output import write_measurement
 from lra.errors import UsageError
@@ -29,7 +30,8 @@ WAYS = {
 def score(init: str, task: str, way: str, fields: list[str]) -> dict[str, Any]:
     """The scores on the test set, before any training. `way` is a field."""
     found = lra.test(f"init={init}", f"task={task}", way, *fields)
-    return {"init": init, "task": task, "way": way, "fields": fields} | found
+    digest = {"sha256": cards.digest(Path(init))} if Path(init).is_dir() else {}
+    return {"init": init} | digest | {"task": task, "way": way, "fields": fields} | found
 
 
 @command
