@@ -23,8 +23,8 @@ from lra.files import replace_file
 from lra.kernels.operators import clear_kernels_run
 from lra.tasks.base import TaskModule
 from lra.timeline import mark_phase
-from lra.training import checkpoints, provenance, result, transfer
-from lra.training.assembly import Assembly, assemble
+from lra.training import checkpoints, leakage, provenance, result, transfer
+from lra.training.assembly import Assembly, assemble, build_modules
 from lra.training.curves import log_row
 from lra.training.describe import advise_smaller_batch, describe_run, describe_test_sets, device_kind
 from lra.training.draws import UNKNOWN_DRAWS, DrawHistory
@@ -50,8 +50,10 @@ def refuse_untrainable(run: RunConfig, directory: RunDirectory, before: Sequence
     Args:
         before: those others, the nearest first.
     """
-    transfer.refuse_start(run, before)
-    assemble(run, directory).data.prepare_data()
+    parts, (_, nearest) = assemble(run, directory), build_modules(before[0])
+    nearest.seen = leakage.sets_of_tasks(each.task for each in before[1:])
+    transfer.transfer_weights(parts.module, nearest.model.state_dict(), nearest.identity(), str(run.init))  # untrained
+    parts.data.prepare_data()
 
 
 def train_run(composed: ComposedConfig, directory: RunDirectory, later: Sequence[int] = ()) -> dict[str, Any]:

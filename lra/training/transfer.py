@@ -11,7 +11,6 @@ the seed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,22 +78,6 @@ class Origin(pl.Callback):
 def drop_origin(config: dict[str, Any]) -> dict[str, Any]:
     """Returns a saved configuration without the fields of its own transfer."""
     return {key: value for key, value in config.items() if key not in ("init", "head", "positions")}
-
-
-def refuse_start(run: RunConfig, before: Sequence[RunConfig]) -> None:
-    """Raises what `transfer_weights` will say, as far as configurations tell: before hours of training.
-
-    Args:
-        before: the runs from which this one starts, the nearest first.
-    """
-    nearest, path = before[0], str(run.init)
-    leakage.refuse_leakage(run.task, leakage.sets_of_tasks(each.task for each in before), path, "validation")
-    if run.head == "kept" and nearest.pretrain != "none":
-        raise _other_head(path, pretrained=True)
-    old, new = _size(nearest.task), _size(run.task)
-    _resizes(run, old, new)
-    if run.model.positions in ("rotary", "sinusoidal"):
-        _ratio(run, old, new)
 
 
 def transfer_weights(

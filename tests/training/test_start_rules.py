@@ -24,7 +24,11 @@ PATHS = ("attn=flash", "recipe=paths", *SMALL)
       "validation would be of the examples that .* was trained on"),
      (("task=path64", *PATHS, "positions.scale=image"), "positions.scale=image changes nothing"),
      (("task=path64", *PATHS, "model.positions=learned", "positions.resize=bilinear"), "nothing is resized"),
-     (("task=listops", "attn=flash", "recipe=amos2024-demo", "head=kept"), "has no head to keep")],
+     (("task=listops", "attn=flash", "recipe=amos2024-demo", "head=kept"), "has no head to keep"),
+     (("task=listops", "attn=flash", "recipe=amos2024-demo", "start.model.d_model=32"), "model.d_model 32 here 64"),
+     (("task=listops", "attn=flash", "recipe=amos2024-demo", "start.recipe=demo"), "positions learned here rotary"),
+     (("task=listops", "attn=linformer", "recipe=amos2024-demo", "start.attn.k=16"), "attention.projections.0 .64, 16"),
+     (("task=listops", "attn=s4d", "recipe=amos2024-demo", "start.pretrain=causal"), "attention.output ")],
 )  # fmt: skip
 def test_what_a_run_can_not_start_from_is_said_before_that_is_trained(fields, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
