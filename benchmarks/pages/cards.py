@@ -113,8 +113,9 @@ def card(name: str, result: Result, runs: dict[str, list[tuple[Path, Result]]], 
             f"lra test init={folder}{other}   # scores it on the test set",
             f"{further(name, result)}   # starts from it",
         ),
-        f'In Python `lra.load("{folder}")` gives the module in evaluation mode. `config.yaml` may name a run from '
-        "which this one started. You do not need that run to use the weights.",
+        f'In Python `module = lra.load("{folder}")` gives the module in evaluation mode, and '
+        "`module(module.make_batch(sequences))` its scores of sequences of token ids. `config.yaml` may name a run "
+        "from which this one started. You do not need that run to use the weights.",
         *([_SEED] if _generated(result["config"]["task"]) else []),
         "## Training",
         shell_block(*(training_command(stage) for stage in chain)),

@@ -265,8 +265,31 @@ class TaskModule(pl.LightningModule):
     def head(self) -> nn.Module:
         return classifier(self.run.model.d_model, self.run.model.d_hidden, self.facts.classes)
 
+    def make_batch(self, sequences: Sequence[Any]) -> Batch:
+        """Returns a packed batch of token ids for `forward`, as evaluation makes it from a store.
+
+        Each sequence gets the CLS token of `model.pooling=cls`, is cut at `task.max_length`, and loses what
+        `task.tokens=lit` leaves out. An image is its pixels, row by row. Of Retrieval two in a row are one example.
+
+        Args:
+            sequences: int `[length]` each, arrays, tensors or lists.
+
+        Raises:
+            UsageError: there is no sequence, or one is no sequence of the vocabulary's ids.
+        """
+        ids, size = [np.asarray(sequence) for sequence in sequences], len(self.Data.vocabulary)
+        for place, each in enumerate(ids):
+            if each.ndim != 1 or each.dtype.kind not in "iu" or not np.all((each >= 0) & (each < size)):
+                raise UsageError(f"sequence {place} must be integers from 0 to {size - 1} in one dimension")
+        if not ids:
+            raise UsageError("there is no sequence to make a batch of")
+        offsets = np.cumsum([0, *map(len, ids)])
+        options = self.Data(self.run).collate_options() | {"layout": "packed", "prefix": self.model.encoder.prefix}
+        split = Split.from_offsets(np.concatenate(ids).astype(np.uint16), offsets)
+        return split.collate(range(len(ids)), **options).to(self.device)
+
     def forward(self, batch: Batch) -> Tensor:
-        """Class scores, fp32 `[B, classes]`."""
+        """Class scores, fp32 `[B, classes]`. `make_batch` makes a batch of token ids."""
         return self.model(batch).float()
 
     def loss(self, batch: Batch) -> Tensor:

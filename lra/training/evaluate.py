@@ -143,7 +143,10 @@ def _check_own_predictions(path: str, given: Mapping[str, Override]) -> None:
 
 
 def load(path: str | Path) -> TaskModule:
-    """Returns the task's LightningModule, in evaluation mode, with the weights of a run's directory or checkpoint."""
+    """Returns the task's LightningModule, in evaluation mode, with the weights of a run's directory or checkpoint.
+
+    `module(module.make_batch(sequences))` has the class scores of sequences of token ids.
+    """
     weights, identity = checkpoints.read_checkpoint(path)
     _, module = build_modules(restore(RunConfig, REGISTRIES, identity["config"]))
     checkpoints.load_into(module, weights, identity, path)

@@ -1,6 +1,7 @@
 """A run keeps what it predicts for each test example, once and in order, whatever computes it."""
 
 import json
+import os
 import subprocess
 import sys
 from collections import defaultdict
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import lra
+from lra.data.store import Store
 from lra.errors import UsageError
 from lra.tasks.batches import Collation, Rank
 from lra.training import assembly, fit
@@ -49,6 +51,32 @@ def test_a_run_without_predictions_is_the_same_run_and_gets_them_later(small):
     right = {split: each.right.mean() for split, each in read_predictions(path / "predictions.npz").items()}
     assert right == {split: pytest.approx(scored[split]["accuracy"]) for split in ("test", "fresh")}
     assert (path / "result.json").read_bytes() == before
+
+
+def test_the_loaded_module_predicts_the_same_of_the_same_tokens(small):
+    """Also with a CLS token, which the tokens of a store lack."""
+    result = small("predictions=true", "model.pooling=cls", "trainer.steps=4")
+    module = lra.load(result["directory"])
+    test = Store.open(Path(os.environ["LRA_DATA"]) / result["data"]["store"], "").split("test")
+    tokens = [test[row] for row in range(len(test))]
+    with torch.no_grad():
+        scores = module(module.make_batch(tokens))
+        one = module(module.make_batch([tokens[3].tolist()]))
+    kept = read_predictions(folder_of(result) / "predictions.npz")["test"].predicted
+    assert np.array_equal(scores.argmax(1), kept) and torch.allclose(one, scores[3:4], atol=1e-5)
+    for wrong in (["12"], [[0, 15]], [[-1]], [[0.5]], [[[1, 2], [3, 4]]]):
+        with pytest.raises(UsageError, match="^sequence 0 must be integers from 0 to 14 in one dimension$"):
+            module.make_batch(wrong)
+    with pytest.raises(UsageError, match="no sequence"):
+        module.make_batch([])
+
+
+def test_a_batch_of_lit_pixels_has_these_alone_with_their_places():
+    run = fit.configure(["task=pathfinder", "attn=flash", "recipe=paths", "tokens=lit"]).config
+    image = np.zeros(1024, np.uint8)
+    image[[5, 700]] = 9
+    batch = assembly.build_modules(run)[1].make_batch([image])
+    assert batch.length.tolist() == [2] and batch.token_positions().tolist() == [5, 700]
 
 
 def test_only_what_a_finished_run_itself_predicts_is_kept(finished, tmp_path):

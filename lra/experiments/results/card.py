@@ -168,7 +168,8 @@ def hub_card(result: Result, repo: str, license: str, before: Sequence[Result] |
             f"lra test init={address}   # scores it on the test set",
             f"{further}   # starts from it",
         ),
-        f'In Python `lra.load("{address}")` gives the module in evaluation mode.',
+        f'In Python `module = lra.load("{address}")` gives the module in evaluation mode, and '
+        "`module(module.make_batch(sequences))` its scores of sequences of token ids.",
         "## Training",
         shell_block(training_command(result)),
         *([f"Runs that led to these weights, oldest first: {ancestry}."] if ancestry else []),
