@@ -29,6 +29,8 @@ from lra.training.seeding import seed_generators
 from lra.training.step import Step
 from lra.training.tally import StepCounts
 
+FAULT_FILE = "fault.pt"
+
 
 class NonFiniteGuard(pl.Callback):
     """Ends a run or tells its user if steps were not finite. Keeps the counts of the step in checkpoints.
@@ -38,7 +40,7 @@ class NonFiniteGuard(pl.Callback):
     """
 
     def __init__(self, directory: Path):
-        self.file = directory / "fault.pt"
+        self.file = directory / FAULT_FILE
         self.judged = 0  # steps
         self.told = 0  # skipped updates
 
