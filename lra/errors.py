@@ -143,10 +143,14 @@ def name_error(error: BaseException) -> str:
     return name if said == name else f"{name}: {said}"
 
 
-def refuse_diverged(loss: float, split: str) -> None:
-    """UsageError if a split's loss is not finite. Scores of NaN have an accuracy: that of the first class."""
+def refuse_diverged(loss: float, split: str, mend: str) -> None:
+    """UsageError if a split's loss is not finite. Scores of NaN have an accuracy: that of the first class.
+
+    Args:
+        mend: how to train weights that do not diverge.
+    """
     if not math.isfinite(loss):
         raise UsageError(
-            f"the loss on {split} is {loss}, these weights have diverged: choose another checkpoint, or train with a "
-            "lower optim.lr, or optim.clip=1"
+            f"the loss on {split} is {loss}, these weights have diverged: choose another checkpoint, or train anew and "
+            f"{mend}"
         )

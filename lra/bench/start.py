@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from lra.config.schema import RunConfig
 from lra.errors import UsageError
 from lra.timeline import FILE_VARIABLE, FIRST_PHASE
 from lra.training.assembly import build_modules
+from lra.training.faults import FAULT_FILE
 from lra.training.fit import configure
 from lra.training.run_directory import RunDirectory
 
@@ -77,16 +79,18 @@ def measure_start(args: Sequence[str]) -> StartResult:
         args: `field=value` of StartOptions and of a run.
 
     Raises:
-        UsageError: for wrong fields.
-        SystemExit: the run failed; with its exit code.
+        UsageError: for wrong fields, and for a run that ended as a step was not finite.
+        SystemExit: the run failed; with its exit code. Or on SIGTERM (143), when the run is stopped and removed.
     """
     options, fields, run = parse_start_fields(args)
     one_device(run, "lra bench start measures one device: set trainer.devices=1, without torchrun")
     build_modules(run)[0].prepare_data()
     fields.append(f"name=start-{os.getpid()}")
+    path = RunDirectory(configure(fields)).path
     with (
+        _exiting_on_sigterm(),
         open_output(options.out) as keep,
-        _removed(RunDirectory(configure(fields)).path),
+        _removed(path),
         tempfile.TemporaryDirectory(prefix="lra-bench-") as folder,
     ):
         file = Path(folder) / "timeline.json"
@@ -99,7 +103,13 @@ def measure_start(args: Sequence[str]) -> StartResult:
         except KeyboardInterrupt:
             process.wait()  # it was given the same Ctrl-C, and ends after its present steps
             raise
+        except SystemExit:
+            process.kill()  # nothing that it would still write is kept
+            process.wait()
+            raise
         ended = time.monotonic()
+        if (path / FAULT_FILE).exists():
+            raise UsageError(f"{path} is removed, {FAULT_FILE} too: lra fit with these fields makes it again")
         if code:
             sys.exit(code if code > 0 else 128 - code)  # as shells have it: 128 + signal
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -125,6 +135,21 @@ def complete_phases(found: dict[str, Any], began: float, ended: float) -> dict[s
     phases[FIRST_PHASE] += found["began"] - began
     phases[found["last"]] += ended - found["ended"]
     return {name: round(seconds, 3) for name, seconds in phases.items()}
+
+
+@contextmanager
+def _exiting_on_sigterm() -> Iterator[None]:
+    """Makes SIGTERM an exit, so that what is begun is also ended. A second one changes nothing."""
+
+    def leave(number: int, _: Any) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -50,6 +50,11 @@ class OptimConfig:
         named = {name: getattr(self, name) for name, having in OPTIM_OPTIONS.items() if self.name in having}
         return {"lr": self.lr, "weight_decay": self.weight_decay} | named
 
+    @property
+    def steadier(self) -> str:
+        """Names the fields that keep weights from diverging, and are not set so already."""
+        return "lower optim.lr" + ("" if self.clip is not None and self.clip <= 1 else ", or set optim.clip=1")
+
     def __post_init__(self) -> None:
         foreign = []
         for name, having in OPTIM_OPTIONS.items():

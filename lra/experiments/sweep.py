@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from lra.config.fields import describe_fields
+from lra.config.compose import to_dict
+from lra.config.fields import describe_fields, format_value
 from lra.config.override import Override, parse_overrides
-from lra.config.schema import RunConfig
+from lra.config.schema import MASK_FIELDS, RunConfig
 from lra.config.start_rules import START
 from lra.errors import UsageError, shorten
 from lra.experiments.grid import cells
@@ -38,9 +39,12 @@ from lra.training.run_directory import RUNS_FOLDER, short_name, time_and_memory,
 SWEEPS_FOLDER = RUNS_FOLDER.parent / "sweeps"
 MOST_RUNS = 10_000  # nobody trains more: composing them alone would take minutes
 NOT_DONE = ("OOM", "failed", "running", "running elsewhere", "interrupted", "refused")
+# fields that change nothing of what validation scores
+UNVALIDATED_FIELDS = ("task.test", "task.fresh", "task.difference", "mask_loss")
 CHOICE_NOTE = (
-    "best by validation: mean ± SD over the seeds; a setting that lacks a seed comes after those that lack none. Test "
-    "must not choose: its accuracy is shown of the best setting of each task and attention alone, when no run is left"
+    "best by validation: mean ± SD over the seeds; a setting that lacks a seed comes after those that lack none. "
+    "Settings that validation scores by other data, or by what pretraining finds, are ranked apart. Test must not "
+    "choose: in each table its accuracy is shown of the best setting of each attention alone, when no run is left"
 )
 
 
@@ -170,19 +174,19 @@ def sweep(
 
 
 def rank_settings(asked: SweepRequest, states: CellStates) -> list[TextTable]:
-    """A table for each task: its settings, best by validation first.
+    """A table for each task, and apart for what else validation scores: the settings, best by validation first.
 
     A setting is the runs that differ in nothing but the seed. Accuracies are in %. That on the test set is shown of the
-    best setting of each attention alone, and only if all its seeds are done and no run of that task and attention is
+    best setting of each attention alone, and only if all its seeds are done and no run of that table and attention is
     left.
     """
-    tasks: dict[str, dict[tuple[str, str], dict[Cell, CellState]]] = {}
+    ranked: dict[str, dict[tuple[str, str], dict[Cell, CellState]]] = {}
+    titles = _titles(list(states))
     for cell, state in states.items():
-        settings = tasks.setdefault(cell.composed.config.task.name, {})
-        settings.setdefault((cell.column, cell.attn), {})[cell] = state
+        ranked.setdefault(titles[cell], {}).setdefault((cell.column, cell.attn), {})[cell] = state
     header = ["attention", *asked.swept, "validation", "seeds", "test"]
     tables = []
-    for task, settings in tasks.items():
+    for title, settings in ranked.items():
         # attentions of which no further setting shows its accuracy on the test set
         shown = {attn for (_, attn), own in settings.items() if not all(state.final for state in own.values())}
         rows = []
@@ -193,8 +197,33 @@ def rank_settings(asked: SweepRequest, states: CellStates) -> list[TextTable]:
             test = "" if lacking or cell.attn in shown else format_scores(own.values())
             shown.add(cell.attn)
             rows.append([cell.attn, *_texts(cell, asked.swept), format_scores(own.values(), "val"), seeds, test])
-        tables.append((f"{task}: accuracy, %", header, rows))
+        tables.append((f"{title}: accuracy, %", header, rows))
     return tables
+
+
+def _titles(chosen: Sequence[Cell]) -> dict[Cell, str]:
+    """The task of each cell, with the fields in which validation scores something else in other cells of that task."""
+    scored = {cell: _scored_by_validation(cell) for cell in chosen}
+    values: dict[tuple[str, str], set[str]] = {}
+    for own in scored.values():
+        for name, value in own.items():
+            values.setdefault((own["task.name"], name), set()).add(value)
+    return {
+        cell: ", ".join([
+            own["task.name"],
+            *(f"{name}={value}" for name, value in own.items() if len(values[own["task.name"], name]) > 1),
+        ])
+        for cell, own in scored.items()
+    }  # fmt: skip
+
+
+def _scored_by_validation(cell: Cell) -> dict[str, str]:
+    """The fields that say what validation scores, as text: those of the data, and of what pretraining finds."""
+    run = cell.composed.config
+    hides = run.pretrain == "masked"  # denoise= hides nothing from validation
+    found = {f"task.{name}": value for name, value in to_dict(run.task).items()} | {"pretrain": run.pretrain}
+    found |= {name: getattr(run if hides else RunConfig, name) for name in MASK_FIELDS}
+    return {name: format_value(value) for name, value in found.items() if name not in UNVALIDATED_FIELDS}
 
 
 def _rank(setting: CellStates) -> tuple[bool, float]:

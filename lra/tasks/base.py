@@ -344,7 +344,7 @@ class TaskModule(pl.LightningModule):
         scores, labels = scores[labels != IGNORED_LABEL], labels[labels != IGNORED_LABEL]
         accuracy.update(scores, labels)
         loss.update(F.cross_entropy(scores, labels, reduction="none"))
-        refuse_diverged(float(loss.compute()), split)
+        refuse_diverged(float(loss.compute()), split, self.run.optim.steadier)
         for name, metric in (("accuracy", accuracy), ("loss", loss)):
             self.log(f"{split}/{name}", metric, logger=False, on_step=False, on_epoch=True)
 

@@ -63,7 +63,7 @@ class PretrainingTask(TaskModule):
         found, loss, *counts = total.tolist()
         if not sum(counts):
             raise UsageError(self.explain_no_target(split))
-        refuse_diverged(loss, split)
+        refuse_diverged(loss, split, self.run.optim.steadier)
         self.counts[split] = counts
         for name, value in (("accuracy", found), ("loss", loss)):
             mean = value / sum(counts)

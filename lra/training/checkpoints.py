@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import textwrap
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from lra.tasks.base import TaskModule
 from lra.training import leakage, provenance
 from lra.training.hub_weights import fetch_weights, is_hub_address
 from lra.training.provenance import weights_digest
-from lra.training.run_files import is_provenance
+from lra.training.run_files import is_provenance, read_result
 
 # fields that change the meaning or the shape of weights
 SHAPE_FIELDS = ("d_model", "layers", "heads", "d_ff", "positions", "axes")
@@ -105,6 +106,12 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str
         for other in (given / name for name in STAND_INS["model.safetensors"]):
             if os.path.isfile(other):
                 raise UsageError(f"{given} has no model.safetensors, which a run writes at its end: give {other}")
+        if (ended := read_result(given / "result.json")) and ended["status"] != "finished":
+            error = textwrap.shorten(str(ended.get("error")), 300, placeholder=" …")
+            raise UsageError(
+                f"{given} has no weights, its run failed ({error}): mend that and train again, "
+                "or choose another checkpoint"
+            )
         if os.path.isfile(given / "result.json"):  # merged from an archive
             raise UsageError(
                 f"{given} has a result and no weights: merge an archive packed with checkpoints=weights, "

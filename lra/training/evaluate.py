@@ -26,7 +26,7 @@ from lra.training.output import console, say
 from lra.training.predictions import gather_predictions, write_predictions
 from lra.training.progress import progress_options
 from lra.training.run_directory import HARDWARE_FIELDS, PREDICTIONS_FILE
-from lra.training.run_files import read_result
+from lra.training.run_files import as_mapping, read_result
 from lra.training.step import Step
 
 # fields that, like those of optim and augment, change no score of trained weights
@@ -81,8 +81,8 @@ def test(*args: str) -> dict[str, Any]:
     weights, identity = checkpoints.read_checkpoint(path)
     saved = transfer.drop_origin(identity["config"])
     saved["trainer"] = {field: saved["trainer"][field] for field in ("precision", "accelerator")}
-    for section in ("optim", "augment"):  # of training alone; a cooldown would be checked against the default steps
-        saved.pop(section, None)
+    saved.pop("augment", None)  # of training alone, as all of optim but what advice on diverged weights depends on
+    saved["optim"] = {"clip": as_mapping(saved.get("optim")).get("clip")}
     saved["model"] |= {"dropout": 0.0, "attn_dropout": 0.0}  # not every attention can have dropout
     run = restore(RunConfig, REGISTRIES, saved, given.values())
     learned = "labels" if run.pretrain == "none" else f"pretrain={run.pretrain}"

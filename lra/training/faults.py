@@ -29,7 +29,7 @@ from lra.training.seeding import seed_generators
 from lra.training.step import Step
 from lra.training.tally import StepCounts
 
-FAULT_ADVICE = "lower optim.lr, or set optim.clip=1"
+FAULT_FILE = "fault.pt"
 
 
 class NonFiniteGuard(pl.Callback):
@@ -40,7 +40,7 @@ class NonFiniteGuard(pl.Callback):
     """
 
     def __init__(self, directory: Path):
-        self.file = directory / "fault.pt"
+        self.file = directory / FAULT_FILE
         self.judged = 0  # steps
         self.told = 0  # skipped updates
 
@@ -100,7 +100,8 @@ class NonFiniteGuard(pl.Callback):
                 if not is_out_of_memory(error):
                     raise
                 what = "the training loss or a gradient is not finite"
-            message = f"{what} at step {step + 1}: {FAULT_ADVICE}; {self.file} has the batch and the weights before it"
+            mend = module.run.optim.steadier
+            message = f"{what} at step {step + 1}: {mend}; {self.file} has the batch and the weights before it"
         message = trainer.strategy.broadcast(message)
         if not trainer.is_global_zero:
             exit_rank(trainer, 2)

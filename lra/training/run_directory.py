@@ -22,6 +22,7 @@ import yaml
 from lra import environment
 from lra.config.compose import ComposedConfig, list_differences
 from lra.config.schema import LATER_FIELDS, UNSAVED_FIELDS
+from lra.config.start_rules import START
 from lra.errors import UsageError, explain_system_error
 from lra.files import replace_file
 from lra.tasks import TASKS, versioned_name
@@ -154,12 +155,13 @@ class RunDirectory:
         return None if self.resume == "false" else Path(self.resume)
 
     @contextmanager
-    def opened(self, checkpoint: Path | None, step: int = 0) -> Iterator[None]:
+    def opened(self, checkpoint: Path | None, step: int = 0, later: int = 0) -> Iterator[None]:
         """Claims the directory and writes its configuration and environment.
 
         Args:
             checkpoint: the result of `checkpoint` before the run was prepared, which may have taken hours.
             step: number of steps that this checkpoint has completed.
+            later: number of runs that follow in the same command, each of which starts from the one before.
 
         Raises:
             UsageError: another process works in the directory, or has changed it.
@@ -167,7 +169,11 @@ class RunDirectory:
         inherited = os.environ.get(CLAIM_VARIABLE) == str(self.path)
         held = None if inherited else claim_directory(self.path)
         if held is None and not inherited:
-            raise UsageError(f"another process works in {self.path}: wait for it, or choose another name=")
+            said, mend = f"another process works in {self.path}", "wait for it, or choose another name="
+            if later:
+                said = f"{said}, a run before this one"
+                mend = f"wait for it, then give the same command again; or {START * later}name= trains one of your own"
+            raise UsageError(f"{said}: {mend}", of_earlier_run=later > 0)
         try:
             if self.finished:  # since the last check
                 raise UsageError(f"another process has finished {self.path}: the same command again prints its result")

@@ -85,7 +85,8 @@ def train_run(composed: ComposedConfig, directory: RunDirectory, later: Sequence
     def facts() -> dict[str, Any]:
         return _facts(composed, parts, begun)
 
-    opened = directory.opened(begun.checkpoint, begun.done) if parts.trainer.is_global_zero else nullcontext()
+    opens = parts.trainer.is_global_zero
+    opened = directory.opened(begun.checkpoint, begun.done, len(later)) if opens else nullcontext()
     watching = watched(parts.trainer, parts.clock, parts.step, directory.config, begun.checkpoint is not None)
     with opened, preemption.listening(parts.trainer), watching, _recorded(directory, run, parts.trainer, facts):
         _train(run, directory, parts, begun, what)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -43,6 +44,10 @@ def started(here, monkeypatch):
 
     class Processes(list):
         code = 0
+        during = staticmethod(lambda process: None)  # what happens while it runs
+
+        def __init__(self):
+            self.killed = []  # of each that was, whether its run was still there
 
     found = Processes()
 
@@ -52,11 +57,16 @@ def started(here, monkeypatch):
             for name in CACHES & env.keys():
                 found[-1].folder = Path(env[name]).parent
                 Path(env[name]).mkdir(parents=True)
-            Path("checkpoints/runs/listops/flash", f"start-{os.getpid()}-s0").mkdir(parents=True)
+            self.run = Path("checkpoints/runs/listops/flash", f"start-{os.getpid()}-s0")
+            self.run.mkdir(parents=True)
             Path(env[FILE_VARIABLE]).write_text(json.dumps(Timeline().saved()))
 
         def wait(self):
+            found.during(self)
             return found.code
+
+        def kill(self):
+            found.killed.append(self.run.exists())
 
     monkeypatch.setattr(start, "subprocess", SimpleNamespace(Popen=Process))
     for name in CACHES:
@@ -113,6 +123,23 @@ def test_codes(started, here, code, ends):
     with pytest.raises(SystemExit) as ended:
         measure_start(arguments("out=start.json"))
     assert ended.value.code == ends and not list(here.iterdir())
+
+
+def test_a_signal_stops_the_run_and_removes_it(started, here):
+    before, started.during = signal.getsignal(signal.SIGTERM), lambda process: signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        measure_start(arguments("out=start.json"))
+    assert ended.value.code == 143 and started.killed == [True] and not list(here.iterdir())
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_fault_is_said_to_be_removed_with_its_run(started, here):
+    started.code, started.during = 2, lambda process: (process.run / "fault.pt").touch()
+    with pytest.raises(
+        UsageError, match=r"start-\d+-s0 is removed, fault.pt too: lra fit with these fields makes it ag"
+    ):
+        measure_start(arguments())
+    assert not list(here.iterdir())
 
 
 def test_a_cold_run_has_caches_of_its_own(started, here):

@@ -137,6 +137,45 @@ def test_validation_ranks_and_test_is_shown_of_the_best_alone(here):
     assert not started(), "all is there"
 
 
+@pytest.mark.parametrize(
+    ("given", "titles"),
+    [
+        (["pretrain=none,masked"], ["listops, pretrain=none", "listops, pretrain=masked"]),
+        (["pretrain=masked", "mask=0.1,0.3"], ["listops, mask=0.1", "listops, mask=0.3"]),
+        (["pretrain=masked", "mask_loss=hidden,all"], ["listops"]),
+        (["denoise=1", "mask=0.1,0.3"], ["listops"]),
+        (["min_length=8,60"], ["listops, task.min_length=8", "listops, task.min_length=60"]),
+        (["task.val=50,60"], ["listops, task.val=50", "listops, task.val=60"]),
+        (["train=500,600"], ["listops, task.train=500", "listops, task.train=600"]),
+        (["fresh=50,60", "train_share=0.5,1.0"], ["listops"]),
+        (
+            ["source=generate,/a/release", "train=96000"],
+            ["listops, task.source=generate", "listops, task.source=/a/release"],
+        ),
+    ],
+)
+def test_settings_that_validation_scores_by_something_else_are_ranked_apart(here, given, titles):
+    report = sweep.sweep([*RUN, *given], dry_run=True)
+    assert [title for title, *_ in report.tables[1:]] == [f"{title}: accuracy, %" for title in titles]
+    assert "are ranked apart" in report.lines[0]
+
+
+def test_the_same_field_of_two_tasks_makes_no_further_tables(here):
+    report = sweep.sweep(["task=listops,text", *RUN[1:], "optim.lr=1e-4,3e-4"], dry_run=True)
+    assert [title for title, *_ in report.tables[1:]] == ["listops: accuracy, %", "text: accuracy, %"]
+
+
+def test_test_is_shown_of_the_best_of_each_table(here):
+    args = (*RUN, "pretrain=none,masked", "optim.lr=1e-4,3e-4")
+    scores = iter([(0.3, 0.31), (0.2, 0.21), (0.8, 0.81), (0.9, 0.91)])
+    for cell in sweep.parse_sweep(args).cells:
+        scored(cell, *next(scores))
+    labels, hidden = sweep.sweep(args).tables
+    assert labels[1] == ["attention", "pretrain", "optim.lr", "validation", "seeds", "test"]
+    assert [row[2:] for row in labels[2]] == [["1e-4", "30.00", "1", "31.00"], ["3e-4", "20.00", "1", ""]]
+    assert [row[2:] for row in hidden[2]] == [["3e-4", "90.00", "1", "91.00"], ["1e-4", "80.00", "1", ""]]
+
+
 def test_the_rest_runs_and_the_same_command_prints_the_finished_table(here, monkeypatch):
     todo = sweep.parse_sweep(TWO).cells
     scored(todo[0], 0.35, 0.9)

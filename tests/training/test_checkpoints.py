@@ -198,6 +198,18 @@ def test_what_may_not_be_read_is_not_called_damaged(files, monkeypatch):
                 use(path)
 
 
+@pytest.mark.parametrize("status", ["failed", "oom"])
+def test_of_a_run_that_failed_the_error_is_named_in_one_line(tmp_path, status):
+    named = {"task": {"name": "listops"}, "attn": {"name": "flash"}}
+    result = {"status": status, "error": "it broke\n" + "here " * 99, "config": named, "task": "listops@1"}
+    (tmp_path / "result.json").write_text(json.dumps(result | {"environment": {"date": "2026-01-02T03:04:05Z"}}))
+    with pytest.raises(UsageError) as error:
+        read_checkpoint(tmp_path)
+    said = str(error.value)
+    assert said.startswith(f"{tmp_path} has no weights, its run failed (it broke here here ") and "\n" not in said
+    assert said.endswith(" …): mend that and train again, or choose another checkpoint")
+
+
 def test_where_there_is_no_checkpoint_the_one_to_give_is_named(module, tmp_path):
     with pytest.raises(UsageError, match="no checkpoint at .*: give a finished run's directory, a .ckpt or"):
         read_checkpoint(tmp_path / "none")

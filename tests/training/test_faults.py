@@ -104,13 +104,24 @@ def test_the_run_stops_with_the_weights_before_the_fault(small, monkeypatch, req
     before, ended = kept_before(step, monkeypatch), kept_at_the_end(monkeypatch)
     inject(monkeypatch, what, step)
     said = {"loss": "the training loss is nan", "gradient": "the gradient of encoder.* is not finite"}[what]
-    with pytest.raises(UsageError, match=rf"{said} at step {step}: lower optim.lr, .*; .*bad-s0/fault.pt has") as error:
+    with pytest.raises(UsageError, match=rf"{said} at step {step}: lower optim.lr; .*bad-s0/fault.pt has") as error:
         small("name=bad", "trainer.log_every=4")
     result = json.loads((RUN / "bad-s0/result.json").read_text())
     assert result["status"] == "failed" and str(error.value) in result["error"]
     fault = torch.load(RUN / "bad-s0/fault.pt", weights_only=True)
     assert fault["step"] == step and same(fault["state_dict"], before) and same(ended, before)
     assert not list((RUN / "bad-s0").glob(".fault*"))
+
+
+@pytest.mark.parametrize(
+    ("clip", "mend"),
+    [("null", "lower optim.lr, or set optim.clip=1"), ("5", "lower optim.lr, or set optim.clip=1"),
+     ("1", "lower optim.lr"), ("0.5", "lower optim.lr")],
+)  # fmt: skip
+def test_the_mend_is_nothing_that_is_set_already(small, monkeypatch, clip, mend):
+    inject(monkeypatch, "loss", 1)
+    with pytest.raises(UsageError, match=f"is nan at step 1: {mend}; "):
+        small("name=bad", f"optim.clip={clip}")
 
 
 def test_a_fault_is_reproduced_by_its_weights_and_batch_alone(small, monkeypatch):

@@ -169,18 +169,36 @@ def test_what_comes_before_is_trained_first_and_once(tmp_path, monkeypatch):
     assert stamps == {run: (run / "result.json").stat().st_mtime_ns for run in runs}
 
 
-def test_what_is_said_of_a_stage_is_said_to_be_of_it(tmp_path, monkeypatch):
-    """Once, however many runs lie between."""
+def test_a_stage_that_another_process_trains_is_to_be_waited_for(tmp_path, monkeypatch):
+    """However many runs lie between."""
     monkeypatch.chdir(tmp_path)
     args = ("task=pathfinder", *TINY)
     easy = Path(lra.configure((*args, "task.level=intermediate")).config.init or "")
     held = claim_directory(easy)
     assert held is not None
-    with pytest.raises(UsageError, match="another process works in .*: wait for it") as error:
+    with pytest.raises(UsageError) as error:
+        lra.fit(*args, "name=mine")
+    assert str(error.value) == (
+        f"another process works in {easy}, a run before this one: wait for it, then give the same command again; or "
+        "start.start.name= trains one of your own"
+    )
+    composed = lra.configure((*args, "name=mine", "start.start.name=own"))
+    own = Path(lra.configure(composed.start or ()).config.init or "")
+    assert own.name == "own-s0" and own.parent == easy.parent
+    os.close(held)
+
+
+def test_what_is_said_of_a_stage_is_said_to_be_of_it(tmp_path, monkeypatch):
+    """Once, however many runs lie between."""
+    monkeypatch.chdir(tmp_path)
+    args = ("task=pathfinder", *TINY)
+    easy = Path(lra.configure((*args, "task.level=intermediate")).config.init or "")
+    easy.mkdir(parents=True)
+    (easy / "result.json").write_text("{")
+    with pytest.raises(UsageError) as error:
         lra.fit(*args, "name=mine")
     said = str(error.value)
     assert str(easy) in said and said.count("(a run before this one: init=null leaves it out, name= does not") == 1
-    os.close(held)
 
 
 @pytest.mark.parametrize(

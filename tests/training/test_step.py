@@ -171,7 +171,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(small, tmp_path):
 def test_weights_that_diverge_at_the_last_step_are_not_scored(small, pretrain):
     """No later step sees them, and scores that are NaN have an accuracy: how often the first class is right."""
     far = ("optim.lr=1e10", "optim.schedule=constant", "optim.warmup=0", "optim.clip=null", f"pretrain={pretrain}")
-    with pytest.raises(UsageError, match=r"the loss on val is (nan|inf), .* a lower optim.lr, or optim.clip=1"):
+    mend = "choose another checkpoint, or train anew and lower optim.lr, or set optim.clip=1$"
+    with pytest.raises(UsageError, match=rf"the loss on val is (nan|inf), .*: {mend}"):
         small(*far, *ONE, "name=far")
     (run,) = Path("checkpoints/runs").glob("*/*/far-s0")
     assert json.loads((run / "result.json").read_text())["status"] == "failed" and not (run / "best.ckpt").exists()
@@ -187,6 +188,15 @@ def test_one_score_that_is_no_number_is_enough(small, monkeypatch):
     monkeypatch.setattr(TaskModule, "forward", forward)
     with pytest.raises(UsageError, match="the loss on val is nan"):
         small(*ONE)
+
+
+def test_who_scores_weights_is_told_what_their_run_lacks(small, monkeypatch):
+    runs = {clip: small(*ONE, f"optim.clip={clip}", f"name=clip{clip}")["directory"] for clip in ("1", "null")}
+    forward = TaskModule.forward
+    monkeypatch.setattr(TaskModule, "forward", lambda self, batch: forward(self, batch) * torch.nan)
+    for clip, mend in (("1", "lower optim.lr$"), ("null", "lower optim.lr, or set optim.clip=1$")):
+        with pytest.raises(UsageError, match=f"the loss on test is nan, .* train anew and {mend}"):
+            lra.test(f"init={runs[clip]}")
 
 
 def test_a_run_has_the_rates_of_its_schedule_and_says_the_mean_loss(small):

@@ -76,8 +76,9 @@ def compare_runs(first: str, second: str, args: Sequence[str] = ()) -> Reproduct
         raise UsageError(f"{second} is {first} once more: name another run")
     lines = [note for side in (a, b) for note in side.notes]
     tables = [_fields_table(a, b), _scores_table(a, b)]
-    if (one := _task_of(a)) != (other := _task_of(b)):
-        lines.append(f"nothing is tested: A is of {one}, and B of {other}")
+    others = [(read(a), read(b)) for read in (_task_of, _learned_by) if read(a) != read(b)]
+    if others:
+        lines += [f"nothing is tested: A is of {one}, and B of {other}" for one, other in others]
     else:
         for made, said in (_test_seeds(a, b), _test_pairs(a, b)):
             tables += made
@@ -106,6 +107,12 @@ def _read_side(label: str, group: RunGroup) -> Side:
 
 def _task_of(side: Side) -> str:
     return ", ".join(sorted({result["task"] for result in side.results.values()}))
+
+
+def _learned_by(side: Side) -> str:
+    """What the accuracies of a side are of: labels, or what a pretraining finds."""
+    found = {result["config"].get("pretrain", "none") for result in side.results.values()}
+    return ", ".join("labels" if each == "none" else f"pretrain={each}" for each in sorted(found))
 
 
 def _fields_table(a: Side, b: Side) -> TextTable:
@@ -222,6 +229,8 @@ def _interval(*samples: Sequence[float]) -> str:
 
 def _test_pairs(a: Side, b: Side) -> tuple[list[TextTable], list[str]]:
     """Paired tests on the predictions of the same examples, of each seed that both have and of all of them."""
+    if (learned := _learned_by(a)) != "labels":
+        return [], [f"no paired test: {learned} predicts no class of an example"]
     seeds = [(seed, seed) for seed in a.finished if seed in b.finished]
     if len(a.finished) == len(b.finished) == 1:
         seeds = [(*a.finished, *b.finished)]

@@ -101,6 +101,26 @@ def test_what_cannot_be_tested_has_its_reason_and_the_mend(here):
     assert "no paired test: no seed is finished in both" in lines
 
 
+def test_accuracies_of_labels_and_of_a_pretraining_are_not_tested(here):
+    sides = []
+    for attn, changes in (("flash", {"pretrain": "masked"}), ("linear", {})):
+        for seed in (0, 1):
+            folder = run(attn, seed, wrong=range(3))
+            made = result(cell(attn, seed), 0.36 + 0.01 * seed)
+            put(folder / "result.json", made | {"seed": seed, "config": made["config"] | changes})
+        sides.append(str(folder.with_name("demo")))
+    found, lines = tables(*sides)
+    assert lines[2:] == ["nothing is tested: A is of pretrain=masked, and B of labels"]
+    assert not any("test" in title for title in found)
+    for seed in (0, 1):
+        put(Path(f"checkpoints/runs/listops/other/demo-s{seed}/result.json"), result(cell("flash", seed)) | {
+            "seed": seed, "config": {**result(cell("linear", seed))["config"], "pretrain": "masked"}
+        })  # fmt: skip
+    found, lines = tables(sides[0], "checkpoints/runs/listops/other/demo")
+    assert "no paired test: pretrain=masked predicts no class of an example" in lines
+    assert "accuracy over seeds, and a permutation test of the means" in found
+
+
 def test_bad_input_is_one_line(here):
     one = run("flash", 0)
     refused(lra("compare", str(one), "nowhere/demo"), "nowhere/demo is no run: name its directory, or its directory wi")
