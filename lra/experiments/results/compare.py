@@ -132,6 +132,7 @@ def _stated(side: Side) -> dict[str, str]:
         if isinstance(config.get("init"), str):  # of the run before it, with its seed
             config["init"] = re.sub(r"-s\d+(?=/|$)", "", config["init"])
         config |= {"version of the task": result["task"], "commit": made_with.get("commit") or "unknown"}
+        config["digest of the data"] = as_mapping(result.get("data")).get("digest") or "unknown"
         config["own code"] = ", ".join(map(" ".join, stated_code(result))) or "none stated"
         config["hardware"] = describe_gpus(made_with.get("gpu"), result.get("world_size") or 1)
         for name, value in config.items():

@@ -30,7 +30,7 @@ from lra.experiments.reproduction import (
 from lra.experiments.results import formats, html, ledger
 from lra.experiments.results.accuracy_tables import BOLD_RULE, accuracy_tables, marked, time_tables
 from lra.experiments.results.ledger import ReportRow, ResultFile, finished_hardware, known_values, mean_value
-from lra.experiments.results.unlike import UNLIKE_NOTE, unlike_code
+from lra.experiments.results.unlike import UNLIKE_NOTE, unlike_code, unlike_data
 from lra.experiments.speed import BASELINE, mean_ratio
 from lra.tasks import TASKS
 from lra.terminal import Bold, make_visible
@@ -89,7 +89,7 @@ def make_report(name: str, args: Sequence[str]) -> Report:
     found = ledger.match_results(cells, options.results)
     opened = {(cell.column, cell.attn): league.open_reasons(cell) for cell in cells if cell.seed == cells[0].seed}
     leagues = {place: league.league_of(reasons) for place, reasons in opened.items()}
-    unlike = list(unlike_code(found))
+    unlike = [*unlike_code(found), *unlike_data(found)]
     doubted = {cell for _, named in unlike for cell in named}
     rows = []
     for cell in cells:
