@@ -1,7 +1,8 @@
-"""Where components outside lra come from: a module or a file that the user names, and the lines of it that failed."""
+"""Where components outside lra come from: a module or a file that the user names, its digest, and lines that failed."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -14,7 +15,8 @@ from lra.errors import UsageError, name_error
 
 SCRIPT = "__main__"  # the module of a script or notebook
 _LRA = Path(__file__).resolve().parent.parent
-_own_code: set[Path] = set()  # files of imported components outside lra, or folders of their packages
+# by module of an imported component outside lra: its file or the folder of its package, and the digest at that time
+_own_code: dict[str, tuple[Path, str]] = {}
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,18 @@ def find_source(module: str) -> Path | None:
 
 def import_component(module: str) -> None:
     """Imports a module that registers components. What is raised in it later is an error of its author."""
-    file = find_source(module.partition(".")[0])
-    if file is not None and not file.is_relative_to(_LRA):
-        _own_code.add((file.parent if file.name == "__init__.py" else file).resolve())
+    _keep_digest(module)
     importlib.import_module(module)
+
+
+def own_code(*modules: str) -> dict[str, str]:
+    """Returns the digest of each file, or folder of a package, that has one of these modules of components, by name.
+
+    A digest has 12 digits. It is of the code as it was imported. Modules of lra, scripts and notebooks have none.
+    """
+    for module in modules:
+        _keep_digest(module)  # of a module that the user's script imported
+    return {code.name: digest for code, digest in (_own_code[module] for module in modules if module in _own_code)}
 
 
 def explain_own_code(error: BaseException) -> str | None:
@@ -88,7 +98,7 @@ def explain_own_code(error: BaseException) -> str | None:
     plain = " (of torch.compile: engine=eager does without)" if compiled else ""
     for frame in reversed([*frames, *compiled]):
         file = Path(frame.filename).resolve()
-        if any(file.is_relative_to(code) for code in _own_code):
+        if any(file.is_relative_to(code.resolve()) for code, _ in _own_code.values()):
             return f"{name_line(file, frame.lineno)}: {name_error(error)}{plain}"
         if file.is_relative_to(_LRA):
             return None
@@ -104,6 +114,27 @@ def name_line(file: Path, line: int | None) -> str:
     """Returns `file:line` for a message. The file is named from the current folder if it is below that."""
     here = Path.cwd()
     return f"{file.relative_to(here) if file.is_relative_to(here) else file}:{line}"
+
+
+def _keep_digest(module: str) -> None:
+    """Keeps the digest of a module's code from the first time on, if it is outside lra."""
+    file = find_source(module.partition(".")[0]) or find_source(module)  # the folder above may be no package
+    if module not in _own_code and file is not None and not file.is_relative_to(_LRA):
+        code = file.parent if file.name == "__init__.py" else file
+        _own_code[module] = code, _digest(code)
+
+
+def _digest(code: Path) -> str:
+    """SHA-256 of a file, or of the files of Python in a folder with their names. Hidden ones are no code."""
+    if not code.is_dir():
+        return hashlib.sha256(code.read_bytes()).hexdigest()[:12]
+    found = hashlib.sha256()
+    for file in sorted(code.rglob("*.py")):
+        name = file.relative_to(code)
+        if file.is_file() and not any(part.startswith(".") for part in name.parts):
+            content = file.read_bytes()
+            found.update(f"{name.as_posix()} {len(content)}\n".encode() + content)
+    return found.hexdigest()[:12]
 
 
 def _join_path(folder: Path) -> None:

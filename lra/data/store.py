@@ -178,6 +178,11 @@ class Store:
     def splits(self) -> tuple[str, ...]:
         return tuple(self.manifest["splits"])
 
+    @property
+    def digest(self) -> str:
+        """12 digits of what the files hold, wherever it came from: the SHA-256 of their checksums."""
+        return _hash({name: file["sha256"] for name, file in self.manifest["files"].items()})[:12]
+
     def split(self, name: str) -> Split:
         """One split of sequences, memory-mapped."""
         return self._sequences(name, self._labels(name))

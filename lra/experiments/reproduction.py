@@ -26,10 +26,10 @@ class Reproduction(NamedTuple):
     wrong: bool = False
 
 
-def add_footnote(title: str, header: list[str], rows: list[list[str]]) -> TextTable:
-    """A table whose title explains the mark on its figures, if one has a mark."""
+def add_footnote(title: str, header: list[str], rows: list[list[str]], note: str = UNCLEAN_NOTE) -> TextTable:
+    """A table whose title explains the mark on its figures with a note, if one has a mark."""
     marked = any(UNCLEAN_MARK in cell for row in rows for cell in row)
-    return f"{title} ({UNCLEAN_MARK} {UNCLEAN_NOTE})" if marked else title, header, rows
+    return f"{title} ({UNCLEAN_MARK} {note})" if marked else title, header, rows
 
 
 def stands_upright(columns: Sized, rows: Sized) -> bool:

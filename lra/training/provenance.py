@@ -6,6 +6,8 @@ The record of a run has plain values:
 - `began`: the digest of the weights before its first step.
 - `ended`: the digest of the scored weights, which are those of `model.safetensors`.
 - `commit`: the commits of all sessions that trained; `UNKNOWN_COMMIT` stands for one that is not known.
+- `own_code`: the digests of code outside lra, as all sessions imported it, by file or package. Without such code it
+  is absent.
 - `ancestors`: the records of the runs before, oldest first. The `ended` of an ancestor is the digest of the weights
   that the next run took.
 
@@ -25,6 +27,9 @@ from typing import Any
 import torch
 
 from lra import environment
+from lra.config.sources import own_code
+from lra.models.attention import ATTENTIONS
+from lra.tasks import TASKS
 from lra.tasks.base import TaskModule
 from lra.training.hub_weights import fetch_weights, is_hub_address, pinned_address
 from lra.training.run_files import UNKNOWN_COMMIT, ProvenanceRecord, as_mapping, read_result
@@ -59,6 +64,8 @@ def inherit_provenance(
     place = fetch_weights(str(path)) if hub else Path(path)
     run, commit = parent.get("run") or str(path), parent.get("commit") or _commit_beside(place, identity)
     last = _ancestor(run, parent.get("began"), weights_digest(weights), commit)
+    if own := parent.get("own_code"):
+        last["own_code"] = own
     if hub:
         last["source"] = pinned_address(str(path))
     return {"ancestors": [*parent["ancestors"], last]}
@@ -68,17 +75,27 @@ def begin_provenance(module: TaskModule, run: Path, resumed: bool) -> None:
     """Records that a session of a run begins with the module's weights."""
     before = module.provenance
     commit = environment.current_commit() or UNKNOWN_COMMIT
+    parts = ATTENTIONS.get(module.run.attn.name), TASKS.get(module.run.task.name)
+    own = own_code(*(part.__module__ for part in parts))
     if resumed:
-        stated = (before.get("commit") or UNKNOWN_COMMIT).split(", ")
-        began, commit = before.get("began"), ", ".join(dict.fromkeys([*stated, commit]))
+        began, commit = before.get("began"), _join_once(before.get("commit") or UNKNOWN_COMMIT, commit)
+        stated = before.get("own_code", {})
+        own = stated | {name: _join_once(stated.get(name, digest), digest) for name, digest in own.items()}
     else:
         began = weights_digest(module.model.state_dict())
     before.update(run=str(run), began=began, ended=None, commit=commit, ancestors=before.get("ancestors", []))
+    if own:
+        before["own_code"] = own
 
 
 def end_provenance(module: TaskModule) -> None:
     """Records that the run ends with the module's weights."""
     module.provenance["ended"] = weights_digest(module.model.state_dict())
+
+
+def _join_once(stated: str, now: str) -> str:
+    """Returns what earlier sessions stated, separated by commas, and what this one states, each once."""
+    return ", ".join(dict.fromkeys([*stated.split(", "), now]))
 
 
 def _ancestor(

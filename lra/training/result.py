@@ -65,12 +65,16 @@ def test_scores(module: TaskModule, data: TaskData, trainer: pl.Trainer) -> dict
         baselines = {name: round(value, 4) for name, value in reached.items()}
         bound = sampling_bound(p, n)
         scored[split] = {"accuracy": p, "plus_minus": bound, "loss": loss, "n": n, "baselines": baselines}
-    manifest = data.store.manifest
+    store, manifest = data.store, data.store.manifest
     differences = list(manifest.get("differences", ()))
     return scored | {
         "protocol": getattr(module.run.task, "protocol", None),  # None: the task has only one
         # only the manifest needs the place of a path
-        "data": {"source": environment.drop_folder(manifest["source"]), "store": data.store.path.name}
+        "data": {
+            "source": environment.drop_folder(manifest["source"]),
+            "store": store.path.name,
+            "digest": store.digest,  # two copies of the data have stores of one name
+        }
         | ({"differences": differences} if differences else {}),
     }
 

@@ -115,6 +115,7 @@ def is_provenance(value: Any) -> bool:
     return isinstance(before, list) and all(
         isinstance(each, dict) and isinstance(each.get("run", ""), str)
         and all(isinstance(each.get(name), str | None) for name in ("began", "ended", "commit"))
+        and isinstance(own := each.get("own_code", {}), dict) and all(isinstance(text, str) for text in own.values())
         for each in (record, *before)
     )  # fmt: skip
 
@@ -127,6 +128,14 @@ def has_clean_commits(result: Mapping[str, Any]) -> bool:
     record = as_mapping(result.get("provenance"))
     stated = [result["environment"].get("commit"), *(each.get("commit") for each in record.get("ancestors", ()))]
     return all(map(environment.is_clean_commit, [*stated, *([record.get("commit")] if record else [])]))
+
+
+def stated_code(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns the files and packages outside lra that a result and the runs before it state, with their digests."""
+    record = as_mapping(result.get("provenance"))
+    codes = (as_mapping(each.get("own_code")) for each in (*record.get("ancestors", ()), record))
+    stated = ((name, digest) for own in codes for name, digests in own.items() for digest in digests.split(", "))
+    return list(dict.fromkeys(stated))
 
 
 def describe_ancestry(result: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from lra.experiments.grid import local_launcher
 from lra.experiments.grid.local_launcher import LocalLauncher
 from lra.experiments.results import report
 from tests.experiments.results.test_ledger import put, result
-from tests.experiments.results.test_report import cells
+from tests.experiments.results.test_report import cells, table
 from tests.experiments.runs import cells as todo_cells
 from tests.experiments.runs import started, stub
 
@@ -24,6 +24,70 @@ def test_batches_in_portions_are_named_and_in_the_command(tmp_path):
     )
     assert f"{said}flash s0)" in found.notes
     assert {row.attention: "batch.micro=2" in row.command for row in found.rows} == {"flash": False, "standard": True}
+
+
+def test_seeds_of_different_code_are_named_and_marked(tmp_path):
+    """Also where a run before them had other code. Of an older lra's it is not known."""
+    stated = [{"own_code": {"mine.py": "1" * 12}}, {"own_code": {"mine.py": "1" * 12, "other.py": "3" * 12}}, {}]
+    made = [result(cell) for cell in cells(["listops"], ["flash"], 3)]
+    for seed, own in enumerate(stated):
+        made[seed]["provenance"] = {"run": "run", "commit": "a" * 12, "ancestors": []} | own
+        put(tmp_path / f"{seed}.json", made[seed])
+    [standard] = cells(["listops"], ["standard"])
+    other = put(tmp_path / "standard.json", result(standard) | {"provenance": made[0]["provenance"]})
+    asked = [f"results={tmp_path}", "tasks=listops", "attns=flash,standard", "seeds=3"]
+    found = report.make_report("table3", asked)
+    assert not any("different code" in note for note in found.notes)
+    assert table(found, "test accuracy")["flash"]["listops"] == "36.0 ± 0.0"
+    before = {"run": "pretraining", "commit": "a" * 12, "own_code": {"mine.py": "2" * 12}}
+    put(tmp_path / "1.json", made[1] | {"provenance": made[1]["provenance"] | {"ancestors": [before]}})
+    found = report.make_report("table3", asked)
+    parts = f"{'1' * 12}: s0, s1; {'2' * 12}: s1"
+    assert f"listops flash: seeds of different code are pooled (mine.py {parts})" in found.notes
+    shown = table(found, "test accuracy")
+    assert (shown["flash"]["listops"], shown["standard"]["listops"]) == ("36.0 ± 0.0†", "36.0")
+    assert {(row.attention, row.seed): row.clean for row in found.rows if row.status} == {
+        ("flash", 0): False, ("flash", 1): False, ("flash", 2): True, ("standard", 0): True
+    }  # fmt: skip
+    title = next(title for title, _, _ in found.tables if title.startswith("test accuracy"))
+    assert title.endswith("(† made by changed code, or no commit is stated, or runs differ in code or data)")
+    put(other.with_name("1.json"), made[1] | {"status": "failed"})  # what is not shown differs from nothing
+    assert not any("different code" in note for note in report.make_report("table3", asked).notes)
+
+
+def test_runs_on_different_copies_of_the_data_are_named_and_marked(tmp_path):
+    """Also if only a run before them had another copy. Of an older lra's it is not known."""
+    copy = {"source": "imdb", "store": "text@1-1"}
+    one, other = (copy | {"digest": digit * 12} for digit in "12")
+    made = {f"{cell.attn} {cell.seed}": result(cell) for cell in cells(["text"], ["flash", "standard"], 2)}
+    made["flash 2"] = result(cells(["text"], ["flash"], 3)[2])
+    asked = [f"results={tmp_path}", "tasks=text", "attns=flash,standard", "seeds=3"]
+
+    def reported(**data):
+        """What is noted on data, and the cells, if seeds were trained on these."""
+        for name, each in made.items():
+            put(tmp_path / f"{name}.json", each | {"data": data.get(name.replace(" ", "_"), one)})
+        found = report.make_report("table3", asked)
+        shown = table(found, "test accuracy")
+        marks = {row.attention: row.clean for row in found.rows if row.seed == 2}
+        assert marks["flash"] is not False  # it never states its data
+        return [note for note in found.notes if "data" in note], shown["flash"]["text"], shown["standard"]["text"]
+
+    assert reported(flash_2=copy) == ([], "36.0 ± 0.0", "36.0 ± 0.0")
+    assert reported(flash_2=copy, flash_1=copy | {"store": "text@1-2", "digest": "2" * 12})[0] == []
+    note = f"text: runs on different data are compared (text@1-1 {'1' * 12}: flash s0, standard s0, standard s1; "
+    found = reported(flash_2=copy, flash_1=other)
+    assert found == ([f"{note}{'2' * 12}: flash s1)"], "36.0 ± 0.0†", "36.0 ± 0.0†")
+    record = {"run": "run", "commit": "a" * 12, "ancestors": [{"run": "before", "commit": "a" * 12, "ended": "e"}]}
+    made["flash 1"] |= {"provenance": record}
+    before = made["flash 1"] | {"data": other, "provenance": record | {"ended": "e", "ancestors": []}}
+    put(tmp_path / "before.json", before | {"config": before["config"] | {"pretrain": "masked"}})
+    found = reported(flash_2=copy)
+    assert found == (
+        [f"{note.replace('s0, st', 's0, flash s1, st', 1)}{'2' * 12}: flash s1)"],
+        "36.0 ± 0.0†",
+        "36.0 ± 0.0†",
+    )
 
 
 def test_data_that_differ_from_the_tasks_are_named(tmp_path):

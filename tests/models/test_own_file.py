@@ -9,6 +9,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
 from lra.training.fit import configure
 from lra.training.run_directory import RunDirectory
+from lra.training.run_files import stated_code
 from tests.command_line import DATA, ROOT, SHORT, refused
 from tests.command_line import lra as command
 from tests.models.test_entry_point import MODULE
@@ -38,7 +40,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LRA_DATA", str(tmp_path / "data"))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sources, "_own_code", set())
+    monkeypatch.setattr(sources, "_own_code", {})
     before = {*sys.modules}
     (tmp_path / "parts").mkdir()
     write("first.py")
@@ -107,6 +109,41 @@ def test_it_is_trained_tested_loaded_and_continued(folder):
     (folder / "parts").rename(folder / "moved")
     moved = "parts/second.py is not there: .* \\(attn= says where it is now\\)"
     refused(command("test", f"init={file.parent}", "trainer.accelerator=cpu"), moved)
+
+
+def test_a_result_states_the_code_as_it_was_imported(folder):
+    first, second = (sha256(Path(file).read_bytes()).hexdigest()[:12] for file in ("first.py", "parts/second.py"))
+    configure([*RUN, "attn=parts/second.py"])
+    write("parts/second.py", "self.config.factor *", "2 *")
+    began = lra.fit(*RUN, "attn=parts/second.py")
+    on = lra.fit(*RUN, "attn=first.py", f"init={began['directory']}")
+    assert began["provenance"]["own_code"] == {"second.py": second} and on["provenance"]["own_code"] == {
+        "first.py": first
+    }
+    assert [each["own_code"] for each in on["provenance"]["ancestors"]] == [{"second.py": second}]
+    assert stated_code(on) == [("second.py", second), ("first.py", first)]
+    assert "own_code" not in lra.fit(*RUN, "attn=flash")["provenance"]
+
+
+@pytest.mark.parametrize("package", [True, False])
+def test_the_digest_of_a_package_is_of_all_its_files(folder, monkeypatch, package):
+    """A folder without __init__.py is no package: the file counts alone."""
+
+    def digest():
+        monkeypatch.setattr(sources, "_own_code", {})
+        return sources.own_code("parts.second")
+
+    if package:
+        (folder / "parts" / "__init__.py").touch()
+    sys.path.append(str(folder))
+    named, before = "parts" if package else "second.py", digest()
+    (folder / "parts" / ".#second.py").symlink_to("nowhere")  # an editor's
+    (folder / "parts" / "notes.txt").touch()
+    assert list(before) == [named] and digest() == before
+    write("parts/helper.py")
+    assert (digest() != before) == package
+    write("parts/second.py", "1.0", "2.0")
+    assert digest() != before and list(digest()) == [named]
 
 
 def test_its_configuration_is_pickled_with_its_source(monkeypatch):

@@ -331,6 +331,16 @@ def test_batches_do_not_depend_on_the_hash_seed(imdb, tmp_path):
     assert one == two and len(set(one)) == 2 and all(len(part) == 64 for part in one)
 
 
+def test_only_another_content_of_a_copy_has_another_digest(tmp_path, monkeypatch):
+    def digest(place, train):
+        monkeypatch.setenv("LRA_DATA", str(tmp_path / place / "stores"))
+        return data_of("task=text", f"source={write_imdb(tmp_path / place / 'imdb', train=train, test=TEST)}").store
+
+    one, same, other = (digest(*each) for each in (("a", TRAIN), ("b", TRAIN), ("c", TRAIN | {"label": [0, 1] * 20})))
+    assert one.path.name == other.path.name and len(one.digest) == 12
+    assert one.digest == same.digest != other.digest
+
+
 def test_a_run_says_in_what_its_data_is_not_the_data_set(imdb, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert "note: train has 40 rows, where 25,000 are published" in prepare_store(["task=text", f"source={imdb}"])

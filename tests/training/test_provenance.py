@@ -10,7 +10,7 @@ import lra
 from lra import environment
 from lra.errors import UsageError
 from lra.training import assembly, checkpoints, provenance, transfer
-from lra.training.run_files import UNKNOWN_COMMIT, describe_ancestry, has_clean_commits, missing_fields
+from lra.training.run_files import UNKNOWN_COMMIT, describe_ancestry, has_clean_commits, missing_fields, stated_code
 
 from .conftest import arguments
 
@@ -90,6 +90,15 @@ def test_a_session_of_an_unknown_commit_is_not_passed_over(at):
     assert module.provenance["commit"] == f"{'a' * 12}, {UNKNOWN_COMMIT}, {'b' * 12}"
 
 
+def test_a_session_of_other_own_code_is_not_passed_over(monkeypatch):
+    module = untrained()
+    for digests, resumed in (({}, False), ({"own.py": "1"}, True), ({"own.py": "2"}, True), ({"own.py": "1"}, True)):
+        monkeypatch.setattr(provenance, "own_code", lambda *_, found=digests: found)
+        provenance.begin_provenance(module, Path("here"), resumed)
+    assert module.provenance["own_code"] == {"own.py": "1, 2"}
+    assert stated_code({"provenance": module.provenance}) == [("own.py", "1"), ("own.py", "2")]
+
+
 def test_what_an_older_lra_did_not_state_is_not_made_up(finished, at, tmp_path):
     weights, identity = checkpoints.read_checkpoint(finished)
     result = json.loads((finished / "result.json").read_text())
@@ -129,6 +138,7 @@ def test_a_result_is_clean_if_all_that_led_to_it_is():
 @pytest.mark.parametrize("broken", [
     5, {"run": "x"}, {"run": "x", "ancestors": [5]}, {"run": "x", "ancestors": [], "began": 5},
     {"run": 5, "ancestors": []}, {"ancestors": [{"run": "x", "commit": []}]},
+    {"run": "x", "ancestors": [], "own_code": []}, {"run": "x", "ancestors": [], "own_code": {"own.py": 5}},
 ])  # fmt: skip
 def test_what_is_no_record_is_refused(finished, tmp_path, broken):
     result = json.loads((finished / "result.json").read_text())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lra import environment
+from lra.data.store import Store, data_root
 from lra.kernels import operators
 from lra.training import assembly, fit
 from lra.training.clock import Clock
@@ -82,6 +83,7 @@ def test_scores_are_beside_the_baselines_and_the_data_that_they_are_of(finished)
         assert scored["accuracy"] * 20 == pytest.approx(round(scored["accuracy"] * 20)) and scored["loss"] > 0
     assert result["test"]["loss"] != result["fresh"]["loss"]
     assert result["data"]["source"] == "generated" and result["data"]["store"].startswith("listops@1-")
+    assert result["data"]["digest"] == Store.open(data_root() / result["data"]["store"]).digest
     assert result["protocol"] is None and "pretrain" not in result
 
 

@@ -21,7 +21,7 @@ from lra.experiments.results.ledger import describe_gpus, is_stuck
 from lra.experiments.results.run_groups import RunGroup, find_group, seed_of
 from lra.training.predictions import Predictions, read_predictions
 from lra.training.run_directory import PREDICTIONS_FILE, had_gpu_alone
-from lra.training.run_files import as_mapping, read_whole_result
+from lra.training.run_files import as_mapping, read_whole_result, stated_code
 
 SIDES = ("A", "B")
 TEST_SETS = ("test", "fresh")
@@ -139,6 +139,8 @@ def _stated(side: Side) -> dict[str, str]:
         if isinstance(config.get("init"), str):  # of the run before it, with its seed
             config["init"] = re.sub(r"-s\d+(?=/|$)", "", config["init"])
         config |= {"version of the task": result["task"], "commit": made_with.get("commit") or "unknown"}
+        config["digest of the data"] = as_mapping(result.get("data")).get("digest") or "unknown"
+        config["own code"] = ", ".join(map(" ".join, stated_code(result))) or "none stated"
         config["hardware"] = describe_gpus(made_with.get("gpu"), result.get("world_size") or 1)
         for name, value in config.items():
             found.setdefault(name, {})["null" if value is None else str(value)] = None

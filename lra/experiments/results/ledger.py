@@ -92,7 +92,9 @@ class ReportRow:
     engine: str = ""
     micro: int | None = None  # sequences of a portion, if the batch was not computed as a whole
     commit: str = ""
-    clean: bool | None = None  # whether the code is known that made it and the runs before it
+    clean: bool | None = (
+        None  # whether its code and that of the runs before it is known, and no run beside it is unlike
+    )
     chain: str = ""  # those runs and it
     date: str = ""
     result: str = ""  # file
@@ -108,6 +110,16 @@ class Ledger:
     by_weights: dict[str, ResultFile] = field(default_factory=dict)  # every run by the digest of what it made
     older: dict[Cell, int] = field(default_factory=dict)  # version of the task, where the result is of an older one
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def finished(self) -> dict[Cell, ResultFile]:
+        """The cells whose result has scores."""
+        return {cell: entry for cell, entry in self.entries.items() if entry.result["status"] == "finished"}
+
+    def runs_before(self, entry: ResultFile) -> list[ResultFile | None]:
+        """The results of the runs before one, oldest first; None for one that is not here."""
+        before = as_mapping(entry.result.get("provenance")).get("ancestors") or []
+        return [self.by_weights.get(as_mapping(run).get("ended") or "") for run in before]
 
 
 def match_results(cells: Sequence[Cell], folder: str | Path) -> Ledger:
@@ -245,13 +257,11 @@ def make_row(table: Grid, cell: Cell, found: Ledger) -> ReportRow:
 
 def _chain_time(entry: ResultFile, found: Ledger) -> dict[str, Any]:
     """Fields of a row: how long a run and those before it took. None, unless all are there and on the same GPU."""
-    result = entry.result
-    before = as_mapping(result.get("provenance")).get("ancestors") or []
-    chain = [found.by_weights.get(as_mapping(run).get("ended") or "") for run in before]
+    result, chain = entry.result, found.runs_before(entry)
     runs = [result, *(each.result for each in chain if each)]
     times = [(time_and_memory(run)[0] or math.nan) * (run.get("world_size") or 1) / 60 for run in runs]
     gpus = {run["environment"].get("gpu") for run in runs}
-    if None in chain or (as_mapping(result["config"]).get("init") and not before) or len(gpus) > 1 or None in gpus:
+    if None in chain or (as_mapping(result["config"]).get("init") and not chain) or len(gpus) > 1 or None in gpus:
         return {}
     if math.isnan(total := sum(times)):
         return {}

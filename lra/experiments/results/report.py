@@ -16,6 +16,7 @@ from typing import NamedTuple
 from lra.config.options import refuse_repeats, split_options
 from lra.config.override import Override
 from lra.config.recipes import read_recipe
+from lra.environment import UNCLEAN_NOTE
 from lra.errors import UsageError
 from lra.experiments import speed
 from lra.experiments.grid import grid, league, plan
@@ -29,6 +30,7 @@ from lra.experiments.reproduction import (
 from lra.experiments.results import formats, html, ledger
 from lra.experiments.results.accuracy_tables import BOLD_RULE, accuracy_tables, marked, time_tables
 from lra.experiments.results.ledger import ReportRow, ResultFile, finished_hardware, known_values, mean_value
+from lra.experiments.results.unlike import UNLIKE_NOTE, unlike_code, unlike_data
 from lra.experiments.speed import BASELINE, mean_ratio
 from lra.tasks import TASKS
 from lra.terminal import Bold, make_visible
@@ -87,14 +89,21 @@ def make_report(name: str, args: Sequence[str]) -> Report:
     found = ledger.match_results(cells, options.results)
     opened = {(cell.column, cell.attn): league.open_reasons(cell) for cell in cells if cell.seed == cells[0].seed}
     leagues = {place: league.league_of(reasons) for place, reasons in opened.items()}
-    made = ((leagues[cell.column, cell.attn], ledger.make_row(shown, cell, found)) for cell in cells)
-    rows = [dataclasses.replace(row, league=kind) for kind, row in made]
+    unlike = [*unlike_code(found), *unlike_data(found)]
+    doubted = {cell for _, named in unlike for cell in named}
+    rows = []
+    for cell in cells:
+        row = ledger.make_row(shown, cell, found)
+        clean = False if cell in doubted else row.clean
+        rows.append(dataclasses.replace(row, league=leagues[cell.column, cell.attn], clean=clean))
     attns = table.rows(options.attns)
-    tables = [stand_upright(add_footnote(*made)) for made in _tables(shown, rows, columns, attns) if made[2]]
+    mark = UNCLEAN_NOTE + UNLIKE_NOTE if unlike else UNCLEAN_NOTE
+    tables = [stand_upright(add_footnote(*made, mark)) for made in _tables(shown, rows, columns, attns) if made[2]]
     under = " ".join((f"recipe: {recipe}", *map(str, fields)))
     others = {column: own for column in columns if (own := table.columns[column].recipe)}
     under += "".join(f"; of {column}: {own}" for column, own in others.items())
-    notes = [under, *_summary(rows), *_reasons(opened), *notes, *_unlike(rows), *_other_data(found), *found.notes]
+    notes = [under, *_summary(rows), *_reasons(opened), *notes, *_unlike(rows), *(note for note, _ in unlike)]
+    notes += [*_other_data(found), *found.notes]
     if any(isinstance(cell, Bold) for _, _, lines in tables for line in lines for cell in line):
         notes.insert(1, BOLD_RULE)
     if shown.others:

@@ -52,6 +52,16 @@ def test_two_runs_have_their_fields_scores_and_paired_tests_side_by_side(here):
     assert any("no test over seeds: A has 1 and B has 1" in line for line in lines) and Path("curves.svg").exists()
 
 
+def test_own_code_and_data_that_differ_are_named(here):
+    one, other = run("flash", 0), run("flash", 1)
+    assert "own code" not in tables(str(one), str(other))[0].get("what differs", {})
+    data = {"source": "generated", "store": "listops@1-1", "digest": "2" * 12}
+    run("flash", 1, provenance={"run": "run", "ancestors": [], "own_code": {"mine.py": "1" * 12}}, data=data)
+    found = tables(str(one), str(other))[0]["what differs"]
+    assert found["own code"] == ["none stated", f"mine.py {'1' * 12}"]
+    assert found["digest of the data"] == ["unknown", "2" * 12]
+
+
 def test_groups_of_seeds_are_named_without_their_seed(here):
     for seed, (accuracy, more) in enumerate(((0.166, 0.4), (0.30, 0.41), (0.31, 0.42))):
         run("flash", seed, accuracy, range(20 + seed))
