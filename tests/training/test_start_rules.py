@@ -20,7 +20,7 @@ PATHS = ("attn=flash", "recipe=paths", *SMALL)
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [(("task=pathfinder", *PATHS, "tokens=lit", "start.level=hard", "start.train=64"),
+    [(("task=pathfinder", *PATHS, "tokens=lit", "start.data_seed=0", "start.train=64"),
       "validation would be of the examples that .* was trained on"),
      (("task=path64", *PATHS, "positions.scale=image"), "positions.scale=image changes nothing"),
      (("task=path64", *PATHS, "model.positions=learned", "positions.resize=bilinear"), "nothing is resized"),
@@ -81,6 +81,13 @@ def test_a_rule_knows_a_recipe_by_the_name_of_its_file(tmp_path):
     assert lra.configure(("task=pathfinder", "attn=flash", mine)).start
     other = recipe(tmp_path, when={"task": "pathfinder", "task.level": "hard", "recipe": "paths"})
     assert lra.configure(("task=pathfinder", "attn=flash", other)).start is None
+
+
+@pytest.mark.parametrize("fields", [("train=80000",), ("tokens=lit",)])
+def test_paths_has_the_same_stages_for_other_images_of_the_task(fields):
+    plain = lra.configure(("task=pathfinder", "attn=flash", "recipe=paths"))
+    other = lra.configure(("task=pathfinder", "attn=flash", "recipe=paths", *fields))
+    assert (other.config.init, other.config.trainer.steps) == (plain.config.init, plain.config.trainer.steps)
 
 
 def test_paths_starts_mixers_learned_positions_and_lras_own_images(tmp_path):
