@@ -18,7 +18,7 @@ from lra.errors import UsageError
 from lra.tasks import TASKS, versioned_name
 
 # fields that choose no other set. Expression i of a seed is the i-th that fits the lengths, so other lengths give
-# mostly the same expressions
+# mostly the same expressions; `shifted_split` says what that leaves open
 SAME_SET_FIELDS = {
     *("source", "protocol", "tokens", "background", "difference", "version"),
     *("train", "val", "test", "fresh", "min_length", "max_length"),
@@ -83,6 +83,21 @@ def refuse_leakage(task: Any, seen: TrainedSets, path: str | Path, first: str) -
     elif there not in (None, part) and part != ALL_OF_TRAIN and first == "validation":
         field = "task.protocol=lra" if there == ALL_OF_TRAIN else f"task.{there}"
         raise UsageError(f"validation would be of examples that {path} was trained on: give {field}, as it had")
+
+
+def shifted_split(before: Any, task: Any, path: str | Path) -> list[str]:
+    """Returns a line if validation and test may begin elsewhere in the stream of expressions than `before` had them.
+
+    A stream is cut after so many expressions of the asked lengths, without repeats. Short ones repeat often.
+    """
+    if training_set(before)[0] != training_set(task)[0] or not hasattr(task, "min_length"):
+        return []
+    lengths = [(each.min_length, each.max_length) for each in (before, task)]
+    if lengths[0] == lengths[1] or max(lengths)[0] >= min(most for _, most in lengths):
+        return []
+    had = f"{path} was trained on expressions of {before.min_length} to {before.max_length} tokens"
+    mend = f"task.data_seed={task.data_seed + 1} has others"
+    return [f"{had}: with other lengths some of them may be among those that are scored; {mend}"]
 
 
 def unknown_overlaps(task: Any, seen: TrainedSets, path: str | Path) -> list[str]:

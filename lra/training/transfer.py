@@ -154,7 +154,7 @@ def transfer_weights(
         scale=weights[POSITION_SCALE].tolist() if POSITION_SCALE in weights else None,
         fresh=[*_names(fresh), *tokens.fresh],
         left=[*(name for name in _names(left) if name not in _names(fresh)), *tokens.left],
-        notes=leakage.unknown_overlaps(run.task, seen, path),
+        notes=leakage.unknown_overlaps(run.task, seen, path) + leakage.shifted_split(trained, run.task, path),
     )
 
 

@@ -131,6 +131,11 @@ def test_what_is_not_known_is_said(chain, tmp_path):
         [note] = asked(imported, *other).notes
         assert "was trained on listops@1, source=one: whether that has examples of listops@1, " in note
         assert str(tmp_path) not in note.partition("was trained")[2]
+    short = chain(("listops", "recipe=xiong2021", "task.min_length=4", "task.max_length=16"))
+    for lengths, noted in ((("4", "16"), False), (("4", "64"), True), (("16", "64"), False)):
+        limits = [f"task.{name}={value}" for name, value in zip(("min_length", "max_length"), lengths, strict=True)]
+        notes = asked(short, *listops, *limits).notes
+        assert ["of 4 to 16 tokens: with other lengths" in note for note in notes] == [True] * noted
     [note] = asked(chain(("retrieval",)), "retrieval", "task.dataset=scisumm").notes
     assert "retrieval@1, dataset=lra: whether that has examples of retrieval@1, dataset=scisumm is not known" in note
     assert not asked(chain(("retrieval",)), "text").notes
