@@ -185,12 +185,12 @@ def parameter_groups(config: OptimConfig, module: nn.Module) -> list[dict[str, A
     Raises:
         UsageError: a mark has another key, or a value that is no finite number of at least 0.
     """
-    tables = (part for part in module.modules() if isinstance(part, nn.Embedding | PixelEmbedding | LearnedPositions))
-    embeddings = {parameter for table in tables for parameter in table.parameters()}
+    kinds = nn.Embedding | PixelEmbedding | LearnedPositions | nn.LayerNorm | nn.RMSNorm  # norms of heads, of 2 axes
+    others = {parameter for part in module.modules() if isinstance(part, kinds) for parameter in part.parameters()}
     found: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            matrix = parameter.ndim > 1 and parameter not in embeddings
+            matrix = parameter.ndim > 1 and parameter not in others
             own = {"lr": config.lr, "weight_decay": config.weight_decay if config.decay == "all" or matrix else 0.0}
             own |= _mark(name, parameter)
             found.setdefault((own["lr"], own["weight_decay"]), []).append(parameter)

@@ -187,6 +187,16 @@ def test_norms_biases_and_embeddings_do_not_decay_where_matrices_do():
     assert len(decaying["params"]) + len(others["params"]) == len(names)
 
 
+def test_coefficients_and_norms_of_more_than_one_axis_do_not_decay_where_matrices_do():
+    for attn, kept in (("mega", (".average.", ".scale", ".shift")), ("lsformer", ("token_norm.", "landmark_norm."))):
+        fields = ("task=listops", f"attn={attn}", "recipe=demo", "model.attn_dropout=0")
+        module = build_modules(configure(fields).config)[1]
+        groups = optim.parameter_groups(OptimConfig(weight_decay=0.1, decay="matrices"), module)
+        decaying = {parameter for group in groups if "weight_decay" not in group for parameter in group["params"]}
+        named = {name: p for name, p in module.named_parameters() if any(part in name for part in kept)}
+        assert len(named) > 3 and not decaying & {*named.values()}
+
+
 def marked(monkeypatch: pytest.MonkeyPatch, **mark: Any) -> None:
     """Marks the last bias of every module's head, as code of a component does."""
     network = TaskModule.network

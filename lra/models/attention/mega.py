@@ -21,6 +21,7 @@ from lra.models.positions import position_angles, rotate
 
 LANES = 64  # powers of a factor are computed at this distance, and between two of these
 WEIGHT_STD = 0.02  # of all projections at first, as in the authors' code
+NO_DECAY = {"weight_decay": 0.0}  # of what is no matrix: coefficients of the average, scales and shifts
 
 
 class MovingAverage(nn.Module):
@@ -42,6 +43,8 @@ class MovingAverage(nn.Module):
         self.beta = nn.Parameter(signs + 0.02 * torch.randn(shape))
         self.eta = nn.Parameter(torch.randn(shape))
         self.omega = nn.Parameter(torch.randn(width))
+        for parameter in self.parameters():
+            parameter._optim = NO_DECAY  # type: ignore[attr-defined]
 
     def choose_impl(self, device: torch.device) -> str:
         """Returns triton or fft. UsageError if it can't run on the device."""
@@ -116,7 +119,8 @@ class Mega(Mixer):
 
     It differs from the paper in four points. Positions are rotary in place of a learned bias. There is no Laplace
     attention, which the authors use for images. The average is not cut off after 1,024 tokens. Nothing is dropped
-    within the mixer, as the block drops what is added. The average is in fp32. Heads of the model mean nothing to it.
+    within the mixer, as the block drops what is added. The average is in fp32. Coefficients of the average, scales and
+    shifts do not decay. Heads of the model mean nothing to it.
     """
 
     @dataclass(frozen=True)
@@ -151,6 +155,8 @@ class Mega(Mixer):
             nn.init.zeros_(layer.bias)
         self.scale = nn.Parameter(WEIGHT_STD * torch.randn(2, keys))  # of queries and of keys
         self.shift = nn.Parameter(torch.zeros(2, keys))
+        for parameter in (self.scale, self.shift):
+            parameter._optim = NO_DECAY  # type: ignore[attr-defined]
         name, options = parse_inner_attention(config.inner)
         heads = (values + keys - 1) // keys
         try:
