@@ -92,9 +92,8 @@ class ReportRow:
     engine: str = ""
     micro: int | None = None  # sequences of a portion, if the batch was not computed as a whole
     commit: str = ""
-    clean: bool | None = (
-        None  # whether its code and that of the runs before it is known, and no run beside it is unlike
-    )
+    # whether its code and that of the runs before it are known, and it stands beside no result of other code or data
+    clean: bool | None = None
     chain: str = ""  # those runs and it
     date: str = ""
     result: str = ""  # file
