@@ -58,6 +58,7 @@ MISTAKES = [
     (dict(scale=float("nan")), ValueError, "scale must be positive"),
     (dict(scale=-0.5), ValueError, "scale must be positive"),
     (dict(dropout=1.5), ValueError, "dropout must be in"),
+    (dict(causal="no"), TypeError, "causal must be True or False, got 'no'"),
     (dict(dropout=0.1), ValueError, "needs seed"),
     (dict(dropout=0.1, seed=3), ValueError, "needs seed"),
     (dict(dropout=0.1, seed=torch.tensor(3.0)), TypeError, "seed must be an int64"),
@@ -76,6 +77,16 @@ def test_mistakes(change, error, message, device):
     arguments = {k: v.to(device) if isinstance(v, torch.Tensor) and not v.is_meta else v for k, v in arguments.items()}
     with pytest.raises(error, match=message):
         flash_attention(**arguments)
+
+
+UNREAD = [row for row in MISTAKES if {"seed", "causal"} & row[0].keys()]  # by a fallback
+
+
+@pytest.mark.parametrize(("change", "error", "message"), UNREAD)
+def test_what_a_fallback_does_not_read_is_checked_too(change, error, message):
+    given: dict[str, Any] = SEQUENCES | change
+    with pytest.raises(error, match=message):
+        flash_attention(ROWS, ROWS, ROWS, **given, impl="sdpa")
 
 
 @pytest.mark.parametrize("impl", ["triton", "sdpa"])

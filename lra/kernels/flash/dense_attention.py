@@ -118,9 +118,12 @@ def attend_sequences(
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be positive and finite, got {scale}")
     threshold = dropout_threshold(dropout)
-    seed, index = (
-        check_randomness(seed, index, len(start), q.device) if threshold and impl == "triton" else (None, None)
-    )
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be True or False, got {causal!r}")
+    if threshold and (impl == "triton" or seed is not None):  # a call that a fallback takes is one for Triton, too
+        seed, index = check_randomness(seed, index, len(start), q.device)
+    if not threshold or impl == fallback_name:
+        seed = index = None
     rows = len(q) if q.dim() == 3 else q.shape[0] * q.shape[1]
     padded = bool(rows == len(start) * max_length)  # the operator needs a bool, also for traced shapes
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
