@@ -44,7 +44,7 @@ class TaskData(pl.LightningDataModule):
     """
 
     vocabulary: ClassVar[Sequence[str]]
-    generator: ClassVar[str]  # name and version of the code that writes the tokens
+    generator: ClassVar[str]  # name and version of the code that writes the tokens; a store of another one is refused
     test_sets: ClassVar[tuple[str, ...]] = ("test",)
     label_names: ClassVar[Sequence[str]] = ()  # names of the classes, if they have any
 
@@ -120,7 +120,7 @@ class TaskData(pl.LightningDataModule):
 
     def prepare_data(self, force: bool = False) -> None:
         """Builds the store unless it exists. UsageError as in `open`."""
-        self._sourced(prepare_store(self.content(), self.build, force=force, command=self.command()))
+        self._checked(prepare_store(self.content(), self.build, force=force, command=self.command()))
 
     def check_ranks(self, count: int) -> None:
         """Raises a UsageError if a scored split has fewer examples than there are ranks (`count`)."""
@@ -130,18 +130,23 @@ class TaskData(pl.LightningDataModule):
                 raise UsageError(f"{name} has {size} examples for {count} devices: set trainer.devices={size} or less")
 
     def open(self) -> Store:
-        """Returns the prepared store. UsageError if it is missing, damaged, or from another source than asked for."""
-        return self._sourced(Store.open(self.content().path, self.command()))
+        """Returns the prepared store. UsageError if it is missing, damaged, or of another source or code."""
+        return self._checked(Store.open(self.content().path, self.command()))
 
     def differences(self) -> list[str]:
         """Lists how the prepared data differs from the task's data. A store of an older lra lists nothing."""
         store = self.open()
         return [f"{store.path.name}: {text}" for text in store.manifest.get("differences", ())]
 
-    def _sourced(self, store: Store) -> Store:
+    def _checked(self, store: Store) -> Store:
         task, found, asked = self.content().task, store.manifest["source"], self.content().source
         if self.config.source != type(self.config)().source and found != asked:
             raise UsageError(f"{task} was prepared from {found}, not from {asked}; run: {self.command()} force=true")
+        found, asked = store.manifest["generator"], self.generator
+        if found != asked:
+            raise UsageError(f"{task} was prepared by '{found}', not by '{asked}'; run: {store.command} force=true")
+        if store.manifest["vocabulary_hash"] != vocabulary_hash(self.vocabulary):
+            raise UsageError(f"{task} was prepared with another vocabulary; run: {store.command} force=true")
         return store
 
     def command(self) -> str:

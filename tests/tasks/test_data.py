@@ -144,6 +144,26 @@ def test_another_source_is_refused_with_its_mend(imdb, tmp_path, monkeypatch):
     assert "else 0 " in texts(data_of("task=text", f"source={other}", "protocol=lra").parts["train"])
 
 
+@pytest.mark.parametrize(
+    ("part", "value", "what"),
+    [
+        ("generator", "lra.data.text@2", "by 'lra.data.text@1', not by 'lra.data.text@2'"),
+        ("vocabulary", ("a", "b"), "with another vocabulary"),
+    ],
+)
+def test_a_store_of_other_code_is_refused_with_its_mend(imdb, monkeypatch, part, value, what):
+    prepare_store(["task=text", f"source={imdb}"])
+    with monkeypatch.context() as patched:
+        patched.setattr(TASKS.get("text").Data, part, value)
+        with pytest.raises(UsageError, match=f"text was prepared {what}; run: ") as caught:
+            data_of("task=text")
+    mend = str(caught.value).rpartition("run: lra data prepare ")[2].split()
+    assert mend == ["task=text", f"task.source={imdb}", "force=true"]
+    monkeypatch.setattr(TASKS.get("text").Data, "generator", "lra.data.text@2")
+    prepare_store(mend)
+    data_of("task=text")
+
+
 def test_a_run_tests_on_the_store_that_it_was_trained_on(imdb, tmp_path):
     prepare_store(["task=text", f"source={imdb}"])
     data = data_of("task=text", "protocol=lra")
