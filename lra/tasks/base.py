@@ -28,7 +28,7 @@ from lra.data.writer import StoreWriter
 from lra.errors import UsageError, refuse_diverged
 from lra.models.heads import classifier
 from lra.models.transformer import Encoder, Transformer
-from lra.tasks import TaskFacts, task_version, versioned_name
+from lra.tasks import TASKS, TaskFacts, task_version, versioned_name
 from lra.tasks.batches import Collation, EvalBatches, TrainBatches
 from lra.timeline import inner_phase
 
@@ -120,7 +120,8 @@ class TaskData(pl.LightningDataModule):
 
     def prepare_data(self, force: bool = False) -> None:
         """Builds the store unless it exists. UsageError as in `open`."""
-        self._checked(prepare_store(self.content(), self.build, force=force, command=self.command()))
+        how: dict[str, Any] = {"force": force, "command": self.command(), "check": self._check_splits}
+        self._checked(prepare_store(self.content(), self.build, **how))
 
     def check_ranks(self, count: int) -> None:
         """Raises a UsageError if a scored split has fewer examples than there are ranks (`count`)."""
@@ -148,6 +149,18 @@ class TaskData(pl.LightningDataModule):
         if store.manifest["vocabulary_hash"] != vocabulary_hash(self.vocabulary):
             raise UsageError(f"{task} was prepared with another vocabulary; run: {store.command} force=true")
         return store
+
+    def _check_splits(self, store: Store) -> None:
+        """Raises a UsageError if there is no split that a run needs, or a label in it that is no class."""
+        parts, task = self.splits(store), f"task '{self.config.name}'"
+        most = TASKS.get_declared(self.config.name).facts.classes - 1
+        for name in ("train", "val", *self.test_sets):
+            if name not in parts:
+                raise UsageError(f"{task} has no split '{name}': write it in build, or return it from splits")
+            low, high = parts[name].labels.min(initial=0), parts[name].labels.max(initial=0)
+            if low < 0 or high > most:
+                mend = "write others in build, or register the task with more classes"
+                raise UsageError(f"{task}: {name} has labels {low} to {high}, outside 0 to {most}: {mend}")
 
     def command(self) -> str:
         """Returns the command that prepares this store, with the fields that differ from the task's defaults."""

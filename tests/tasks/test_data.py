@@ -180,6 +180,27 @@ def test_text_has_the_majority_baseline(imdb):
 # --- ListOps
 
 
+@pytest.mark.parametrize(
+    ("splits", "label", "message"),
+    [
+        (("val", "test", "fresh"), 0, "task 'listops' has no split 'train': write it in build"),
+        (("train", "test", "fresh"), 0, "task 'listops' has no split 'val': write it in build"),
+        (("train", "val", "test"), 0, "task 'listops' has no split 'fresh': write it in build"),
+        (("train", "val", "test", "fresh"), 10, "train has labels 0 to 10, outside 0 to 9: "),
+        (("train", "val", "test", "fresh"), -1, "train has labels -1 to 0, outside 0 to 9: "),
+    ],
+)
+def test_what_no_run_can_use_leaves_no_store(monkeypatch, splits, label, message):
+    def build(self, writer):
+        for split in splits:
+            writer.add(split, [np.ones(3, np.uint8)], [label])
+
+    monkeypatch.setattr(TASKS.get("listops").Data, "build", build)
+    with pytest.raises(UsageError, match=message):
+        prepare_store(["task=listops", *SHORT])
+    assert [each.suffix for each in (Path(os.environ["LRA_DATA"])).iterdir()] == [".lock"]
+
+
 def test_listops_has_the_sizes_asked_for_and_no_row_twice():
     parts = data_of("task=listops", *SHORT).parts
     assert {name: len(split) for name, split in parts.items()} == {"train": 300, "val": 20, "test": 100, "fresh": 30}
