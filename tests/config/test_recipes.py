@@ -135,12 +135,25 @@ def test_a_value_that_is_none_names_its_file(configs, value):
 
 def test_a_task_without_its_yaml_needs_a_recipe(configs):
     (configs / "task/listops.yaml").unlink()
-    refused(lra("config", "show", *BASE[:2]), "names no default recipe: .* write one into configs/task/listops.yaml")
+    write(configs, [])
+    (configs / "recipe/broken.yaml").write_bytes(b"a: [")
+    refused(
+        lra("config", "show", *BASE[:2]),
+        r"'listops' names no default recipe: give recipe=amos2024[|]amos2024-demo[|][^ ]*[|]mine[|][^ ]*[|]xiong2021$",
+    )
+    assert not {"broken", "paths"} & set(recipes.recipes_of("listops"))
     assert lra("config", "show", *BASE[:2], "recipe=demo").code == 0
     write(configs, [], tasks={"text": {}})
     refused(
         lra("config", "show", *BASE), "no section for task 'listops': .* add listops to the tasks in recipe/mine.yaml"
     )
+
+
+def test_a_task_that_no_recipe_covers_needs_a_file(configs):
+    (configs / "task/listops.yaml").unlink()
+    for file in (configs / "recipe").iterdir():
+        file.unlink()
+    refused(lra("config", "show", *BASE[:2]), "give recipe=<file>.yaml, which has listops among its tasks$")
 
 
 @pytest.mark.parametrize("content", [b"[" * 5000, b"- recipe", b"recipe: \xff", b"recipe: a\nrecipe: b"])
