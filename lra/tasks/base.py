@@ -18,6 +18,7 @@ from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lra.batch import IGNORED_LABEL, Batch
+from lra.config import recipes
 from lra.config.compose import flatten, to_dict
 from lra.config.schema import RunConfig
 from lra.data import order, resident
@@ -163,10 +164,17 @@ class TaskData(pl.LightningDataModule):
                 raise UsageError(f"{task}: {name} has labels {low} to {high}, outside 0 to {most}: {mend}")
 
     def command(self) -> str:
-        """Returns the command that prepares this store, with the fields that differ from the task's defaults."""
+        """Returns the command that prepares this store, with the fields that differ from the task's defaults.
+
+        For a task without a default recipe it names the run's, or another one where that is a file.
+        """
+        name = self.config.name
         ours, default = (dict(flatten(to_dict(config))) for config in (self.config, type(self.config)()))
         changed = [f"task.{field}={value}" for field, value in ours.items() if value != default[field]]
-        return shlex.join(["lra", "data", "prepare", f"task={self.config.name}", *changed])
+        if not recipes.read_task(name).get("recipe"):
+            covering = sorted(recipes.recipes_of(name), key=lambda recipe: recipe != self.run.recipe)  # the run's first
+            changed += [f"recipe={recipe}" for recipe in covering[:1]]
+        return shlex.join(["lra", "data", "prepare", f"task={name}", *changed])
 
     def setup(self, stage: str | None = None) -> None:
         if not hasattr(self, "parts"):  # only once, as the store may be prepared anew during a run

@@ -12,6 +12,7 @@ from lra.config import compose as composing
 from lra.config import recipes
 from lra.config.start_rules import MAX_STAGES
 from lra.errors import UsageError
+from lra.training.data_verbs import task_data
 from lra.training.fit import configure
 from lra.training.run_directory import RunDirectory
 from tests.command_line import lra, refused
@@ -147,6 +148,17 @@ def test_a_task_without_its_yaml_needs_a_recipe(configs):
     refused(
         lra("config", "show", *BASE), "no section for task 'listops': .* add listops to the tasks in recipe/mine.yaml"
     )
+
+
+@pytest.mark.parametrize(("given", "named"), [("demo", "demo"), ("own.yaml", "amos2024")])
+def test_the_command_that_prepares_a_task_without_its_yaml_has_a_recipe(configs, given, named):
+    write(configs, [])
+    (configs / "recipe/mine.yaml").rename("own.yaml")
+    data = task_data(["task=listops", "task.fresh=9", f"recipe={given}"])
+    command = data.command()
+    assert command.startswith("lra data prepare task=listops ") and "recipe=" not in command
+    (configs / "task/listops.yaml").unlink()
+    assert data.command() == f"{command} recipe={named}"
 
 
 def test_a_task_that_no_recipe_covers_needs_a_file(configs):
