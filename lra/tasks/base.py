@@ -35,6 +35,8 @@ from lra.timeline import inner_phase
 
 # every task's Config has these fields; the values are examples for a generated task
 REQUIRED_FIELDS = {"source": 'str = "generate"', "max_length": "int = 1024"}
+# every task's Data has these
+REQUIRED_PARTS = ("vocabulary", "generator", "params", "build")
 
 
 class TaskData(pl.LightningDataModule):
@@ -52,10 +54,13 @@ class TaskData(pl.LightningDataModule):
     def __init__(self, run: RunConfig, collation: Collation | None = None):
         super().__init__()
         self.run, self.config, self.collation = run, run.task, collation
-        if lacking := [f"`{name}: {form}`" for name, form in REQUIRED_FIELDS.items() if not hasattr(run.task, name)]:
-            file = f"{type(run.task).__module__.replace('.', '/')}.py"
-            what = f"add {' and '.join(lacking)} to its Config in {file}"
-            raise UsageError(f"task '{run.task.name}' lacks what every task has: {what}")
+        fields = [f"`{name}: {form}`" for name, form in REQUIRED_FIELDS.items() if not hasattr(run.task, name)]
+        cls = type(self)
+        parts = [name for name in REQUIRED_PARTS if getattr(cls, name, None) is getattr(TaskData, name, None)]
+        for lacking, place, owner in ((fields, "its Config", type(run.task)), (parts, cls.__name__, cls)):
+            if lacking:
+                what = f"add {' and '.join(lacking)} to {place} in {owner.__module__.replace('.', '/')}.py"
+                raise UsageError(f"task '{run.task.name}' lacks what every task has: {what}")
         self.resident: dict[str, Examples] | None = None  # splits on the GPU; None until that is decided
 
     def params(self) -> dict[str, Any]:
