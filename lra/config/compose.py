@@ -74,10 +74,8 @@ def compose(
     task_yaml = recipes.read_task(task)
     recipe = selected.get("recipe") or default or task_yaml.get("recipe")
     if not recipe:
-        raise UsageError(
-            f"task '{task}' names no default recipe: give recipe={'|'.join(recipes.recipe_names())}, or write one into "
-            f"configs/task/{task}.yaml, as recipe: <name>"
-        )
+        covering = "|".join(recipes.recipes_of(task)) or f"<file>.yaml, which has {task} among its tasks"
+        raise UsageError(f"task '{task}' names no default recipe: give recipe={covering}")
     recipe_yaml, label = recipes.read_recipe(recipe), recipes.config_label("recipe", recipe)
     recipes.check_recipe_names(label, recipe_yaml, registries)
     recipe_yaml = recipes.resolve_references(recipe_yaml, registries)

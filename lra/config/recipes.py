@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import typing
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,16 @@ def _installed_modules(kind: str) -> dict[str, list[tuple[str, str]]]:
 
 def recipe_names() -> list[str]:
     return config_names("recipe")
+
+
+def recipes_of(task: str) -> list[str]:
+    """Names of the recipes that cover a task. One that can't be read covers none."""
+    covering = []
+    for name in recipe_names():
+        with suppress(UsageError):
+            if task in (read_recipe(name).get("tasks") or {}):
+                covering.append(name)
+    return covering
 
 
 def read_task(name: str) -> dict[str, Any]:

@@ -91,6 +91,7 @@ def prepare_store(
     *,
     force: bool = False,
     command: str = "",
+    check: Callable[[Store], None] | None = None,
 ) -> Store:
     """The store of `content`. `build` makes it if it does not exist yet, or anew with `force`.
 
@@ -98,6 +99,7 @@ def prepare_store(
 
     Args:
         command: as in `Store.open`.
+        check: is given the store that was built. If it raises an error there is no store.
 
     Raises:
         UsageError: if the disk is full or the folder cannot be written.
@@ -109,7 +111,7 @@ def prepare_store(
         with _locked(path):
             _clean_up(path)  # what a killed build left
             if force or not path.exists():
-                _build(path, content, build)
+                _build(path, content, build, check)
     except UsageError:
         raise
     except Exception as error:
@@ -284,7 +286,9 @@ def _mend(path: Path, command: str) -> str:
     )
 
 
-def _build(path: Path, content: StoreContent, build: Callable[[StoreWriter], None]) -> None:
+def _build(
+    path: Path, content: StoreContent, build: Callable[[StoreWriter], None], check: Callable[[Store], None] | None
+) -> None:
     """Builds beside `path`, then renames. Call it under the lock only."""
     partial = _beside(path, "partial")
     partial.mkdir()
@@ -303,6 +307,8 @@ def _build(path: Path, content: StoreContent, build: Callable[[StoreWriter], Non
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "versions": environment.package_versions(),
         }
+        if check is not None:
+            check(Store(path, manifest, "", {file.name: _map(file, "") for file in files}))
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         for file in [*files, partial / "manifest.json", partial]:
             _sync(file)

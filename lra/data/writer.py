@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from lra.data import checks
+from lra.errors import UsageError
 
 DOCUMENTS = "documents"  # the sequences that pairs refer to
 
@@ -19,11 +20,12 @@ class StoreWriter:
     """Appends labelled examples to the splits of a store. `lra.data.store.prepare_store` makes and finishes it.
 
     An example is a sequence (`add`), or a pair of sequences out of one collection (`add_documents`, `add_pairs`).
+    What a store can't hold is a UsageError.
     """
 
     def __init__(self, folder: Path, vocabulary_size: int, count: Callable[[int], None] = lambda _: None):
         if not 1 <= vocabulary_size <= 1 << 16:
-            raise ValueError(f"a store holds 1 to 65536 different tokens, not {vocabulary_size}")
+            raise UsageError(f"a store holds 1 to 65536 different tokens, not {vocabulary_size}")
         self.count = count  # is called with the number of examples that were written
         self.vocabulary_size = vocabulary_size
         self.dtype = np.dtype("u1" if vocabulary_size <= 256 else "<u2")
@@ -45,7 +47,7 @@ class StoreWriter:
             labels: integers `[n]`.
         """
         if len(sequences) != len(labels):
-            raise ValueError(f"{split}: {len(sequences)} sequences with {len(labels)} labels")
+            raise UsageError(f"{split}: {len(sequences)} sequences with {len(labels)} labels")
         self._append(split, sequences)
         self.count(len(labels))
         self._label(split, sequences, labels)
@@ -58,10 +60,10 @@ class StoreWriter:
         """Append pairs of documents to a split. `pairs`: integers `[n, 2]`, places of documents already added."""
         count = sum(map(len, self._lengths.get(DOCUMENTS, ())))
         if len(pairs) != len(labels):
-            raise ValueError(f"{split}: {len(pairs)} pairs with {len(labels)} labels")
+            raise UsageError(f"{split}: {len(pairs)} pairs with {len(labels)} labels")
+        pairs = _integers(pairs, f"{split}: pairs").reshape(-1, 2)
         if len(pairs) and not 0 <= np.min(pairs) <= np.max(pairs) < count:
-            raise ValueError(f"{split}: a pair names a document outside 0 to {count - 1}")
-        pairs = np.array(pairs, np.int64).reshape(-1, 2)
+            raise UsageError(f"{split}: a pair names a document outside 0 to {count - 1}")
         self._pairs.setdefault(split, []).append(pairs)
         self._label(split, pairs, labels)
 
@@ -111,17 +113,20 @@ class StoreWriter:
     def _label(self, split: str, rows: Sequence[np.ndarray] | np.ndarray, labels: Sequence[int] | np.ndarray) -> None:
         if self._compared:
             self._rows.setdefault(split, []).append(checks.hash_rows(rows))
-        self._labels.setdefault(split, []).append(np.array(labels, np.int64))
+        self._labels.setdefault(split, []).append(_integers(labels, f"{split}: labels"))
 
     def _append(self, name: str, sequences: Sequence[np.ndarray] | np.ndarray) -> None:
         if isinstance(sequences, np.ndarray):
             tokens = sequences.reshape(-1)
         else:
-            tokens = np.concatenate(sequences) if len(sequences) else np.empty(0, self.dtype)
+            filled = [sequence for sequence in sequences if len(sequence)]  # NumPy takes an empty one for floats
+            tokens = np.concatenate(filled) if filled else np.empty(0, self.dtype)
+        _check_integers(tokens, f"{name}: token ids")
         if tokens.dtype != np.uint8 or self.vocabulary_size < 256:
             low, high = int(tokens.min(initial=0)), int(tokens.max(initial=0))
             if low < 0 or high >= self.vocabulary_size:
-                raise ValueError(f"{name}: token ids {low} to {high}, outside 0 to {self.vocabulary_size - 1}")
+                limits = f"outside 0 to {self.vocabulary_size - 1}: see the task's vocabulary and its build"
+                raise UsageError(f"{name}: token ids {low} to {high}, {limits}")
         with (self._folder / f"{name}.tokens.npy").open("ab") as file:
             if name not in self._lengths:
                 self._lengths[name] = []
@@ -154,6 +159,17 @@ class StoreWriter:
                 "max": int(lengths.max(initial=0)),
             },
         }
+
+
+def _integers(values: Sequence[int] | np.ndarray, what: str) -> np.ndarray:
+    """A copy as int64. UsageError if a value is no integer."""
+    _check_integers(found := np.asarray(values), what)
+    return found.astype(np.int64)
+
+
+def _check_integers(values: np.ndarray, what: str) -> None:
+    if values.size and values.dtype.kind not in "biu":
+        raise UsageError(f"{what} are {values.dtype}, and must be integers: convert them in the task's build")
 
 
 def _save(path: Path, array: np.ndarray) -> None:

@@ -18,6 +18,7 @@ from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lra.batch import IGNORED_LABEL, Batch
+from lra.config import recipes
 from lra.config.compose import flatten, to_dict
 from lra.config.schema import RunConfig
 from lra.data import order, resident
@@ -28,12 +29,14 @@ from lra.data.writer import StoreWriter
 from lra.errors import UsageError, refuse_diverged
 from lra.models.heads import classifier
 from lra.models.transformer import Encoder, Transformer
-from lra.tasks import TaskFacts, task_version, versioned_name
+from lra.tasks import TASKS, TaskFacts, task_version, versioned_name
 from lra.tasks.batches import Collation, EvalBatches, TrainBatches
 from lra.timeline import inner_phase
 
 # every task's Config has these fields; the values are examples for a generated task
 REQUIRED_FIELDS = {"source": 'str = "generate"', "max_length": "int = 1024"}
+# every task's Data has these
+REQUIRED_PARTS = ("vocabulary", "generator", "params", "build")
 
 
 class TaskData(pl.LightningDataModule):
@@ -44,17 +47,20 @@ class TaskData(pl.LightningDataModule):
     """
 
     vocabulary: ClassVar[Sequence[str]]
-    generator: ClassVar[str]  # name and version of the code that writes the tokens
+    generator: ClassVar[str]  # name and version of the code that writes the tokens; a store of another one is refused
     test_sets: ClassVar[tuple[str, ...]] = ("test",)
     label_names: ClassVar[Sequence[str]] = ()  # names of the classes, if they have any
 
     def __init__(self, run: RunConfig, collation: Collation | None = None):
         super().__init__()
         self.run, self.config, self.collation = run, run.task, collation
-        if lacking := [f"`{name}: {form}`" for name, form in REQUIRED_FIELDS.items() if not hasattr(run.task, name)]:
-            file = f"{type(run.task).__module__.replace('.', '/')}.py"
-            what = f"add {' and '.join(lacking)} to its Config in {file}"
-            raise UsageError(f"task '{run.task.name}' lacks what every task has: {what}")
+        fields = [f"`{name}: {form}`" for name, form in REQUIRED_FIELDS.items() if not hasattr(run.task, name)]
+        cls = type(self)
+        parts = [name for name in REQUIRED_PARTS if getattr(cls, name, None) is getattr(TaskData, name, None)]
+        for lacking, place, owner in ((fields, "its Config", type(run.task)), (parts, cls.__name__, cls)):
+            if lacking:
+                what = f"add {' and '.join(lacking)} to {place} in {owner.__module__.replace('.', '/')}.py"
+                raise UsageError(f"task '{run.task.name}' lacks what every task has: {what}")
         self.resident: dict[str, Examples] | None = None  # splits on the GPU; None until that is decided
 
     def params(self) -> dict[str, Any]:
@@ -120,7 +126,8 @@ class TaskData(pl.LightningDataModule):
 
     def prepare_data(self, force: bool = False) -> None:
         """Builds the store unless it exists. UsageError as in `open`."""
-        self._sourced(prepare_store(self.content(), self.build, force=force, command=self.command()))
+        how: dict[str, Any] = {"force": force, "command": self.command(), "check": self._check_splits}
+        self._checked(prepare_store(self.content(), self.build, **how))
 
     def check_ranks(self, count: int) -> None:
         """Raises a UsageError if a scored split has fewer examples than there are ranks (`count`)."""
@@ -130,25 +137,49 @@ class TaskData(pl.LightningDataModule):
                 raise UsageError(f"{name} has {size} examples for {count} devices: set trainer.devices={size} or less")
 
     def open(self) -> Store:
-        """Returns the prepared store. UsageError if it is missing, damaged, or from another source than asked for."""
-        return self._sourced(Store.open(self.content().path, self.command()))
+        """Returns the prepared store. UsageError if it is missing, damaged, or of another source or code."""
+        return self._checked(Store.open(self.content().path, self.command()))
 
     def differences(self) -> list[str]:
         """Lists how the prepared data differs from the task's data. A store of an older lra lists nothing."""
         store = self.open()
         return [f"{store.path.name}: {text}" for text in store.manifest.get("differences", ())]
 
-    def _sourced(self, store: Store) -> Store:
+    def _checked(self, store: Store) -> Store:
         task, found, asked = self.content().task, store.manifest["source"], self.content().source
         if self.config.source != type(self.config)().source and found != asked:
             raise UsageError(f"{task} was prepared from {found}, not from {asked}; run: {self.command()} force=true")
+        found, asked = store.manifest["generator"], self.generator
+        if found != asked:
+            raise UsageError(f"{task} was prepared by '{found}', not by '{asked}'; run: {store.command} force=true")
+        if store.manifest["vocabulary_hash"] != vocabulary_hash(self.vocabulary):
+            raise UsageError(f"{task} was prepared with another vocabulary; run: {store.command} force=true")
         return store
 
+    def _check_splits(self, store: Store) -> None:
+        """Raises a UsageError if there is no split that a run needs, or a label in it that is no class."""
+        parts, task = self.splits(store), f"task '{self.config.name}'"
+        most = TASKS.get_declared(self.config.name).facts.classes - 1
+        for name in ("train", "val", *self.test_sets):
+            if name not in parts:
+                raise UsageError(f"{task} has no split '{name}': write it in build, or return it from splits")
+            low, high = parts[name].labels.min(initial=0), parts[name].labels.max(initial=0)
+            if low < 0 or high > most:
+                mend = "write others in build, or register the task with more classes"
+                raise UsageError(f"{task}: {name} has labels {low} to {high}, outside 0 to {most}: {mend}")
+
     def command(self) -> str:
-        """Returns the command that prepares this store, with the fields that differ from the task's defaults."""
+        """Returns the command that prepares this store, with the fields that differ from the task's defaults.
+
+        For a task without a default recipe it names the run's, or another one where that is a file.
+        """
+        name = self.config.name
         ours, default = (dict(flatten(to_dict(config))) for config in (self.config, type(self.config)()))
         changed = [f"task.{field}={value}" for field, value in ours.items() if value != default[field]]
-        return shlex.join(["lra", "data", "prepare", f"task={self.config.name}", *changed])
+        if not recipes.read_task(name).get("recipe"):
+            covering = sorted(recipes.recipes_of(name), key=lambda recipe: recipe != self.run.recipe)  # the run's first
+            changed += [f"recipe={recipe}" for recipe in covering[:1]]
+        return shlex.join(["lra", "data", "prepare", f"task={name}", *changed])
 
     def setup(self, stage: str | None = None) -> None:
         if not hasattr(self, "parts"):  # only once, as the store may be prepared anew during a run

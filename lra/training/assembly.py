@@ -82,13 +82,13 @@ def build_modules(
         step: trains the module. Default: a new step.
     """
     cls = with_objective(TASKS.get(run.task.name), run)
+    data = cls.Data(run)  # refuses a task that lacks something, before the model needs it
     torch.manual_seed(derive_seed(run.seed, "weights"))
     step = step or Step(run)
     module = cls(run, step)
-    if rank is None:
-        return cls.Data(run), module
-    collation = Collation(rank, module.model.encoder.prefix, step.captures(module, rank.device), number)
-    return cls.Data(run, collation), module
+    if rank is not None:
+        data.collation = Collation(rank, module.model.encoder.prefix, step.captures(module, rank.device), number)
+    return data, module
 
 
 def make_rank(trainer: pl.Trainer) -> Rank:

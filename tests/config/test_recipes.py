@@ -12,6 +12,7 @@ from lra.config import compose as composing
 from lra.config import recipes
 from lra.config.start_rules import MAX_STAGES
 from lra.errors import UsageError
+from lra.training.data_verbs import task_data
 from lra.training.fit import configure
 from lra.training.run_directory import RunDirectory
 from tests.command_line import lra, refused
@@ -135,12 +136,36 @@ def test_a_value_that_is_none_names_its_file(configs, value):
 
 def test_a_task_without_its_yaml_needs_a_recipe(configs):
     (configs / "task/listops.yaml").unlink()
-    refused(lra("config", "show", *BASE[:2]), "names no default recipe: .* write one into configs/task/listops.yaml")
+    write(configs, [])
+    (configs / "recipe/broken.yaml").write_bytes(b"a: [")
+    refused(
+        lra("config", "show", *BASE[:2]),
+        r"'listops' names no default recipe: give recipe=amos2024[|]amos2024-demo[|][^ ]*[|]mine[|][^ ]*[|]xiong2021$",
+    )
+    assert not {"broken", "paths"} & set(recipes.recipes_of("listops"))
     assert lra("config", "show", *BASE[:2], "recipe=demo").code == 0
     write(configs, [], tasks={"text": {}})
     refused(
         lra("config", "show", *BASE), "no section for task 'listops': .* add listops to the tasks in recipe/mine.yaml"
     )
+
+
+@pytest.mark.parametrize(("given", "named"), [("demo", "demo"), ("own.yaml", "amos2024")])
+def test_the_command_that_prepares_a_task_without_its_yaml_has_a_recipe(configs, given, named):
+    write(configs, [])
+    (configs / "recipe/mine.yaml").rename("own.yaml")
+    data = task_data(["task=listops", "task.fresh=9", f"recipe={given}"])
+    command = data.command()
+    assert command.startswith("lra data prepare task=listops ") and "recipe=" not in command
+    (configs / "task/listops.yaml").unlink()
+    assert data.command() == f"{command} recipe={named}"
+
+
+def test_a_task_that_no_recipe_covers_needs_a_file(configs):
+    (configs / "task/listops.yaml").unlink()
+    for file in (configs / "recipe").iterdir():
+        file.unlink()
+    refused(lra("config", "show", *BASE[:2]), "give recipe=<file>.yaml, which has listops among its tasks$")
 
 
 @pytest.mark.parametrize("content", [b"[" * 5000, b"- recipe", b"recipe: \xff", b"recipe: a\nrecipe: b"])

@@ -90,7 +90,7 @@ def test_a_pair_of_no_document_is_refused(pairs):
         writer.add_documents(sequences())
         writer.add_pairs("train", np.array(pairs), [0])
 
-    with pytest.raises(ValueError, match="a document outside 0 to 4"):
+    with pytest.raises(UsageError, match="a document outside 0 to 4"):
         prepare_store(content(), build)
 
 
@@ -142,11 +142,24 @@ def test_large_vocabulary_is_uint16_and_empty_splits_work():
 
 @pytest.mark.parametrize(
     ("ids", "labels", "message"),
-    [([[3]], [0], "outside 0 to 2"), ([[-1]], [0], "outside"), ([[1]], [0, 1], "2 labels")],
+    [
+        ([[3]], [0], "outside 0 to 2"),
+        ([[-1]], [0], "outside"),
+        ([[1]], [0, 1], "2 labels"),
+        ([[1.5]], [0], "train: token ids are float64, and must be integers"),
+        ([[1], [2]], [0, 0.5], "train: labels are float64, and must be integers"),
+        ([[1]], ["0"], "train: labels are <U1, and must be integers"),
+    ],
 )
 def test_writer_refuses_what_it_cannot_hold(ids, labels, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=message):
         prepare_store(content(), lambda writer: writer.add("train", [np.array(i) for i in ids], labels))
+    assert not content().path.exists()
+
+
+def test_an_empty_sequence_may_have_any_type():
+    made = prepare_store(content(), lambda writer: writer.add("train", [np.array([1, 2]), np.array([])], [0, 1]))
+    assert [each.tolist() for each in made.split("train")] == [[1, 2], []]
 
 
 def test_existing_store_is_reused_and_force_replaces_it():

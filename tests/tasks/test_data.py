@@ -144,6 +144,26 @@ def test_another_source_is_refused_with_its_mend(imdb, tmp_path, monkeypatch):
     assert "else 0 " in texts(data_of("task=text", f"source={other}", "protocol=lra").parts["train"])
 
 
+@pytest.mark.parametrize(
+    ("part", "value", "what"),
+    [
+        ("generator", "lra.data.text@2", "by 'lra.data.text@1', not by 'lra.data.text@2'"),
+        ("vocabulary", ("a", "b"), "with another vocabulary"),
+    ],
+)
+def test_a_store_of_other_code_is_refused_with_its_mend(imdb, monkeypatch, part, value, what):
+    prepare_store(["task=text", f"source={imdb}"])
+    with monkeypatch.context() as patched:
+        patched.setattr(TASKS.get("text").Data, part, value)
+        with pytest.raises(UsageError, match=f"text was prepared {what}; run: ") as caught:
+            data_of("task=text")
+    mend = str(caught.value).rpartition("run: lra data prepare ")[2].split()
+    assert mend == ["task=text", f"task.source={imdb}", "force=true"]
+    monkeypatch.setattr(TASKS.get("text").Data, "generator", "lra.data.text@2")
+    prepare_store(mend)
+    data_of("task=text")
+
+
 def test_a_run_tests_on_the_store_that_it_was_trained_on(imdb, tmp_path):
     prepare_store(["task=text", f"source={imdb}"])
     data = data_of("task=text", "protocol=lra")
@@ -158,6 +178,27 @@ def test_text_has_the_majority_baseline(imdb):
 
 
 # --- ListOps
+
+
+@pytest.mark.parametrize(
+    ("splits", "label", "message"),
+    [
+        (("val", "test", "fresh"), 0, "task 'listops' has no split 'train': write it in build"),
+        (("train", "test", "fresh"), 0, "task 'listops' has no split 'val': write it in build"),
+        (("train", "val", "test"), 0, "task 'listops' has no split 'fresh': write it in build"),
+        (("train", "val", "test", "fresh"), 10, "train has labels 0 to 10, outside 0 to 9: "),
+        (("train", "val", "test", "fresh"), -1, "train has labels -1 to 0, outside 0 to 9: "),
+    ],
+)
+def test_what_no_run_can_use_leaves_no_store(monkeypatch, splits, label, message):
+    def build(self, writer):
+        for split in splits:
+            writer.add(split, [np.ones(3, np.uint8)], [label])
+
+    monkeypatch.setattr(TASKS.get("listops").Data, "build", build)
+    with pytest.raises(UsageError, match=message):
+        prepare_store(["task=listops", *SHORT])
+    assert [each.suffix for each in (Path(os.environ["LRA_DATA"])).iterdir()] == [".lock"]
 
 
 def test_listops_has_the_sizes_asked_for_and_no_row_twice():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass, replace
 from types import SimpleNamespace
 
 import pytest
 
 from lra.errors import UsageError
 from lra.tasks import TASKS
-from lra.tasks.base import REQUIRED_FIELDS, TaskData, TaskModule
+from lra.tasks.base import REQUIRED_FIELDS, REQUIRED_PARTS, TaskData, TaskModule
+from lra.training.assembly import build_modules
+from lra.training.fit import configure
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,38 @@ def test_a_class_that_can_not_be_a_task_is_refused_by_its_line(bases, parts, mes
         register(type("Mine", bases, parts))
 
 
-def test_a_configuration_with_it_is_enough():
+def test_data_without_what_every_task_has_is_refused():
+    class Begun(TaskData):
+        generator = "mine 1"
+
+    with pytest.raises(UsageError) as error:
+        Begun(SimpleNamespace(task=Config()))  # type: ignore[arg-type]
+    what = "add vocabulary and params and build to Begun in tests/tasks/test_new_task.py"
+    assert str(error.value) == f"task 'mine' lacks what every task has: {what}"
+
+
+@pytest.mark.parametrize("name", [*REQUIRED_PARTS, "max_length"])
+def test_a_run_is_refused_before_its_model_is_made(monkeypatch, name):
+    run = configure(["task=listops", "attn=flash", "recipe=demo"]).config
+    if name == "max_length":
+        lacking = make_dataclass("Lacking", [("source", str, "generate")], namespace={"name": "listops"}, frozen=True)
+        run = replace(run, task=lacking())
+    else:
+        monkeypatch.delattr(TASKS.get("listops").Data, name)
+    with pytest.raises(UsageError, match=f"task 'listops' lacks what every task has: add `?{name}"):
+        build_modules(run)
+
+
+def test_what_every_task_has_is_enough():
+    class Whole(TaskData):
+        vocabulary, generator = ("a", "b"), "mine 1"
+
+        def params(self):
+            return {}
+
+        def build(self, writer):
+            pass
+
     assert REQUIRED_FIELDS.keys() == {"source", "max_length"}
-    data = TaskData(SimpleNamespace(task=Config()))  # type: ignore[arg-type]
+    data = Whole(SimpleNamespace(task=Config()))  # type: ignore[arg-type]
     assert data.source() == "generated"
