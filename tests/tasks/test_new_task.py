@@ -9,7 +9,8 @@ import pytest
 
 from lra.errors import UsageError
 from lra.tasks import TASKS
-from lra.tasks.base import REQUIRED_FIELDS, REQUIRED_PARTS, TaskData, TaskModule
+from lra.tasks.base import TaskData, TaskModule
+from lra.tasks.data import REQUIRED_FIELDS, REQUIRED_PARTS
 from lra.training.assembly import build_modules
 from lra.training.fit import configure
 
