@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from lra.models.attention.base import Attention
 from tests.models.test_conformance import CAUSAL, NEIGHBOURS, ORDER, PADDING, ReadsOwnRowBefore, failures
 
 
@@ -55,3 +56,26 @@ class DropsAndCounts(ReadsOwnRowBefore):
 
 def test_a_layer_may_draw_and_keep_a_state_in_training(registered):
     assert failures(registered(DropsAndCounts, mixes=True, exact=False)) == {}
+
+
+class SumsByFourierTransforms(Attention):
+    def forward(self, q, k, v, batch):
+        rows = batch.pad(k * v).masked_fill(~batch.mask()[:, :, None, None], 0).float()
+        size = 2 * batch.max_length
+        decay = torch.exp(-0.1 * torch.arange(batch.max_length, device=v.device))[:, None, None]
+        product = torch.fft.rfft(rows, size, 1) * torch.fft.rfft(decay, size, 0)
+        return q * batch.unpad(torch.fft.irfft(product, size, 1)[:, : batch.max_length]).to(v.dtype)
+
+
+class SeesALittleOfTheNext(ReadsOwnRowBefore):
+    def mix(self, x, batch):
+        return super().mix(x, batch) + 1e-6 * batch.unpad(F.pad(batch.pad(x), (0, 0, 0, 1))[:, 1:])
+
+
+def test_rounding_of_a_fourier_transform_is_no_later_token(registered):
+    subject = registered(SumsByFourierTransforms, exact=False, dropout=False)
+    assert failures(subject) == {}
+
+
+def test_a_mixer_may_see_no_more_than_rounding_of_later_tokens(registered):
+    assert CAUSAL in failures(registered(SeesALittleOfTheNext, mixes=True, exact=False))
