@@ -69,6 +69,23 @@ def config_flaw(config: Any) -> str:
     return ""
 
 
+def read_registration(call: ast.Call) -> tuple[str, tuple[str, ...], dict[str, Any]]:
+    """Returns the name, the required packages and the facts of a `register(...)`. ValueError if one can't be read."""
+    facts = {k.arg: _literal(k.value) for k in call.keywords if k.arg}
+    requires = facts.pop("requires", ())
+    name = _literal(call.args[0]) if call.args else facts.pop("name", None)
+    if not isinstance(name, str):
+        raise ValueError(f"register on line {call.lineno} is given no name")
+    return name, requires, facts
+
+
+def _literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:  # its message is of nodes
+        raise ValueError(f"{ast.unparse(node)} on line {node.lineno} is no literal") from None
+
+
 def _defined_names(node: ast.AST) -> set[str]:
     """The names that a statement of a module or a class gives a meaning to."""
     if isinstance(node, ast.ClassDef | ast.FunctionDef):

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -271,6 +272,41 @@ def test_check_names_the_line_too():
     old, new, message = BAD["plain"]
     write("own.py", old, new)
     refused(command("check", "attn=own.py"), message)
+
+
+INIT = "    def __init__(self{}):\n        super().__init__({})\n\n    def forward"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("def forward(", "def attention(", "own.py:10: Mine lacks forward(self, q, k, v, batch): add it"),
+        ("v, batch):", "v):", "own.py:10: Mine has forward(self, q, k, v): write forward(self, q, k, v, batch)"),
+        (
+            "    def forward",
+            INIT.format("", ""),
+            "own.py:10: Mine has __init__(self): write __init__(self, config, spec)",
+        ),
+        ("return (", "(", "own.py:18: forward of Mine (attn=own) returns None for values of [{}, 2, {}]: return a"),
+        (".flatten(0, 1)", ".flatten(0, 1), q", "own.py:18: forward of Mine (attn=own) returns a tuple for values of "),
+        (".flatten(0, 1)", "", "own.py:18: forward of Mine (attn=own) returns ["),
+        (".flatten(0, 1)", ".flatten(0, 1)[1:]", "own.py:18: forward of Mine (attn=own) returns ["),
+    ],
+)
+def test_a_method_that_lra_can_not_use_is_one_line(old, new, message):
+    """As is a result of another shape, with the mend."""
+    write("own.py", old, new)
+    for done in (command("check", "attn=own.py", "device=cpu"), command("fit", *RUN, "attn=own.py")):
+        last = done.err.splitlines()[-1]
+        refused(done._replace(err=last + "\n"), re.escape(message).replace("\\{\\}", r"\d+"))
+        assert "write" in last or "add" in last or "batch.unpad" in last
+
+
+def test_methods_may_take_more_and_be_static():
+    write(
+        "own.py", "    def forward(self, q, k, v, batch):", "    @staticmethod\n    def forward(q, *rows, more=None):"
+    )
+    assert ATTENTIONS.get("own.py").name == "own"
 
 
 def test_an_error_that_lra_raises_is_not_taken_for_the_users():
