@@ -17,7 +17,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lra.config.declaration import config_flaw, declare_component, read_registration
+from lra.config.declaration import config_flaw, declare_component, make_facts, read_registration
 from lra.config.sources import (
     SCRIPT,
     Source,
@@ -97,7 +97,7 @@ class Registry:
         """
 
         def add(cls: _Class) -> _Class:
-            given = self.facts(**facts)
+            given = make_facts(self.facts, facts)
             if flaw := self._flaw(cls, given):
                 caller = traceback.extract_stack(limit=2)[0]
                 raise UsageError(f"{name_line(Path(caller.filename), caller.lineno)}: {flaw}")
@@ -267,7 +267,7 @@ class Registry:
         try:
             entries = _read_entries(file, module, file.stat().st_mtime_ns)
             for entry in entries:
-                self.facts_of(entry)
+                make_facts(self.facts, entry.facts)
         except Exception as error:  # one is being written, perhaps: the rest is listed
             return [
                 self._broken_entry(
@@ -283,7 +283,7 @@ class Registry:
             if file := find_source(point.value):
                 declared = {entry.name: entry for entry in _read_entries(file, point.value, file.stat().st_mtime_ns)}
                 if entry := declared.get(point.name):
-                    self.facts_of(entry)
+                    make_facts(self.facts, entry.facts)
                     return entry
                 others = f", which registers {', '.join(sorted(declared))}" if declared else ""
                 lacks = f"a class registered as '{point.name}' in {point.value} of {owning_package(point)}{others}"
@@ -302,7 +302,7 @@ class Registry:
             declared = {entry.name: entry for entry in entries}
             entry = next((each for each in entries if name in ("", each.name, each.class_name)), None)
             if entry is not None:
-                self.facts_of(entry)
+                make_facts(self.facts, entry.facts)
         except SyntaxError as error:
             raise UsageError(explain_syntax(file, error)) from None
         except (OSError, TypeError, ValueError) as error:
