@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores; before PyTorch starts its threads
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -53,6 +54,21 @@ def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, one_t
     if not request.node.get_closest_marker("gpu"):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(timing, "BUDGET_MS", 1.0)
+
+
+@pytest.fixture
+def registered() -> Iterator[Callable[..., Any]]:
+    """Registers an attention or mixer as `trial`, for one test, and returns it for the checks of the contract."""
+    from lra.models.attention import ATTENTIONS
+    from lra.models.conformance.subject import Subject
+
+    def register(cls: type, **facts: Any) -> Subject:
+        own: Any = type(cls.__name__, (cls,), {"__module__": cls.__module__})
+        ATTENTIONS.register("trial", paper="", **{"exact": True, "causal": True, "ragged": True, **facts})(own)
+        return Subject("trial")
+
+    yield register
+    ATTENTIONS._classes.pop("trial", None)
 
 
 @pytest.fixture

@@ -8,14 +8,25 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
+import functools
 import sys
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from lra.errors import name_error
 
+FORMS = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: 'a text, as in "N"',
+    tuple[int, ...]: "whole numbers in a tuple, as in (1, 64)",
+    tuple[str, ...]: 'texts in a tuple, one with a comma behind it: ("…",)',
+}  # how to write a fact, by its type
+RESERVED = {"name", "imported_from"}  # set on a component's `Config`, so no options
 DECLARED = {"Config", "recipe_section"}  # of a component's class: what configurations are made of
 
 
@@ -66,7 +77,46 @@ def config_flaw(config: Any) -> str:
     for field in dataclasses.fields(config):
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             return f"has a field without a default, {field.name}: give it one"
+        if field.name in RESERVED:
+            return f"has a field {field.name}, which lra sets itself: rename it"
     return ""
+
+
+def read_registration(call: ast.Call) -> tuple[str, tuple[str, ...], dict[str, Any]]:
+    """Returns the name, the required packages and the facts of a `register(...)`. ValueError if one can't be read."""
+    facts = {k.arg: _literal(k.value) for k in call.keywords if k.arg}
+    requires = facts.pop("requires", ())
+    name = _literal(call.args[0]) if call.args else facts.pop("name", None)
+    if not isinstance(name, str):
+        raise ValueError(f"register on line {call.lineno} is given no name")
+    _check_form("requires", requires, tuple[str, ...])
+    return name, requires, facts
+
+
+def make_facts(form: type, given: Mapping[str, Any]) -> Any:
+    """Returns the facts that a component registers, an instance of `form`. ValueError or TypeError if one is wrong."""
+    for name, kind in _types(form).items():
+        if name in given:
+            _check_form(name, given[name], kind)
+    return form(**given)
+
+
+_types = functools.cache(typing.get_type_hints)  # each composition asks for those of all components
+
+
+def _check_form(name: str, value: Any, kind: Any) -> None:
+    """Raises a ValueError that says how to write a fact, if it is not of a kind of FORMS."""
+    of, *_ = typing.get_args(kind) or (kind,)
+    values = [value] if of is kind else value if isinstance(value, tuple) else [None]
+    if not all(type(each) is of or (of is float and type(each) is int) for each in values):
+        raise ValueError(f"{name}={value!r}: write {FORMS[kind]}")
+
+
+def _literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:  # its message is of nodes
+        raise ValueError(f"{ast.unparse(node)} on line {node.lineno} is no literal") from None
 
 
 def _defined_names(node: ast.AST) -> set[str]:

@@ -17,7 +17,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lra.config.declaration import config_flaw, declare_component
+from lra.config.declaration import config_flaw, declare_component, make_facts, read_registration
 from lra.config.sources import (
     SCRIPT,
     Source,
@@ -69,7 +69,8 @@ class Registry:
     component by an entry point `name = "module"` of the group `entry_points`. A user names the module or the file, as
     in `module:Class`, `file.py` or `file.py:name`, or registers the class before. No other component may have its name.
 
-    A component subclasses one of `bases`, classes of the package's module `base`, and has all of `parts`.
+    A component subclasses one of `bases`, classes of the package's module `base`, and has all of `parts`. If it
+    has `method_flaw(facts)`, that says what is wrong with its methods.
     """
 
     def __init__(
@@ -96,7 +97,8 @@ class Registry:
         """
 
         def add(cls: _Class) -> _Class:
-            if flaw := self._flaw(cls):
+            given = make_facts(self.facts, facts)
+            if flaw := self._flaw(cls, given):
                 caller = traceback.extract_stack(limit=2)[0]
                 raise UsageError(f"{name_line(Path(caller.filename), caller.lineno)}: {flaw}")
             before = self._classes.get(name)
@@ -107,7 +109,7 @@ class Registry:
             listed = self._is_listed(name, cls.__module__)
             if not listed:
                 self._check_name(name, cls.__module__)
-            cls.name, cls.facts = name, self.facts(**facts)  # type: ignore[attr-defined]
+            cls.name, cls.facts = name, given  # type: ignore[attr-defined]
             if name in self._declared and listed:  # one component has one Config
                 cls.Config = self._declared[name].Config  # type: ignore[attr-defined]
             if "Config" not in vars(cls):  # inherited: a name written there would be every heir's
@@ -119,15 +121,17 @@ class Registry:
 
         return add
 
-    def _flaw(self, cls: Any) -> str:
+    def _flaw(self, cls: Any, facts: Any) -> str:
         """Says why a class can't be a component, and how to mend it; empty if it can."""
         names = [base.__name__ for base in cls.__mro__ if base.__module__ == f"{self.package}.base"]
         if self.bases and not {*names} & {*self.bases}:
             return f"{cls.__name__} is no {self.kind}: subclass {' or '.join(self.bases)} of {self.package}.base"
         if missing := [part for part in self.parts if not hasattr(cls, part)]:
             return f"{cls.__name__} lacks what every {self.kind} has: add {' and '.join(missing)} to the class"
-        flaw = config_flaw(cls.Config)
-        return flaw and f"the Config of {cls.__name__} {flaw}"
+        if flaw := config_flaw(cls.Config):
+            return f"the Config of {cls.__name__} {flaw}"
+        flaw = cls.method_flaw(facts) if hasattr(cls, "method_flaw") else ""
+        return flaw and f"{cls.__name__} {flaw}"
 
     def catalogue(self) -> dict[str, CatalogueEntry]:
         """Returns every component by name and imports none. A component that is declared badly `lacks` something."""
@@ -263,7 +267,7 @@ class Registry:
         try:
             entries = _read_entries(file, module, file.stat().st_mtime_ns)
             for entry in entries:
-                self.facts_of(entry)
+                make_facts(self.facts, entry.facts)
         except Exception as error:  # one is being written, perhaps: the rest is listed
             return [
                 self._broken_entry(
@@ -279,7 +283,7 @@ class Registry:
             if file := find_source(point.value):
                 declared = {entry.name: entry for entry in _read_entries(file, point.value, file.stat().st_mtime_ns)}
                 if entry := declared.get(point.name):
-                    self.facts_of(entry)
+                    make_facts(self.facts, entry.facts)
                     return entry
                 others = f", which registers {', '.join(sorted(declared))}" if declared else ""
                 lacks = f"a class registered as '{point.name}' in {point.value} of {owning_package(point)}{others}"
@@ -298,7 +302,7 @@ class Registry:
             declared = {entry.name: entry for entry in entries}
             entry = next((each for each in entries if name in ("", each.name, each.class_name)), None)
             if entry is not None:
-                self.facts_of(entry)
+                make_facts(self.facts, entry.facts)
         except SyntaxError as error:
             raise UsageError(explain_syntax(file, error)) from None
         except (OSError, TypeError, ValueError) as error:
@@ -342,11 +346,7 @@ def _read_entries(file: Path, module: str, changed: int) -> Sequence[CatalogueEn
         summary = (ast.get_docstring(node) or "").split("\n")[0]
         for call in node.decorator_list:
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "register":
-                facts = {k.arg: _literal(k.value) for k in call.keywords if k.arg}
-                requires = facts.pop("requires", ())
-                name = _literal(call.args[0]) if call.args else facts.pop("name", None)
-                if not isinstance(name, str):
-                    raise ValueError(f"register on line {call.lineno} is given no name")
+                name, requires, facts = read_registration(call)
                 entries.append(CatalogueEntry(name, module, summary, facts, requires, class_name=node.name))
     return entries
 
@@ -358,13 +358,6 @@ def _empty_config(package: str, registry: str, name: str, source: str) -> Any:
     if known is None or known.Config.imported_from != source:
         known = components.get_declared(f"{source}:{name}" if source else name)
     return object.__new__(known.Config)
-
-
-def _literal(node: ast.expr) -> Any:
-    try:
-        return ast.literal_eval(node)
-    except ValueError:  # its message is of nodes
-        raise ValueError(f"{ast.unparse(node)} on line {node.lineno} is no literal") from None
 
 
 def _clashing_entry(entry: CatalogueEntry, owners: Iterable[str]) -> CatalogueEntry:

@@ -194,10 +194,12 @@ BAD = {
         "a declaration that can be read in shapes/mine.py (SIX on line 6 is no literal)",
     source("mine").replace("sides", "corners"):
         "a declaration that can be read in shapes/mine.py (Facts.__init__() got an unexpected keyword argument",
+    source("mine").replace("sides=6", 'sides="six"'):
+        "a declaration that can be read in shapes/mine.py (sides='six': write a whole number)",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("text", BAD, ids=["syntax", "literal", "fact"])
+@pytest.mark.parametrize("text", BAD, ids=["syntax", "literal", "fact", "form"])
 def test_a_file_that_cannot_be_read_is_named_and_takes_no_other_component_away(registry, tmp_path, text):
     (tmp_path / "shapes/mine.py").write_text(text)
     entries = registry.catalogue()

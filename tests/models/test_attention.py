@@ -125,5 +125,7 @@ def test_an_attention_that_returns_another_shape_is_refused(shape, ragged):
     attention: Any = subject.build()
     attention.facts = dataclasses.replace(attention.facts, ragged=ragged, rotates=False)
     attention.forward = lambda q, k, v, batch: v.new_zeros(len(v), *shape)
-    with pytest.raises(UsageError, match=r"attn=linear returns \[T, .* for values of \[T, 2, 16\]"):
+    with pytest.raises(
+        UsageError, match=r"linear.py:\d+: .*attn=linear\) returns \[\d+, .* for values of \[\d+, 2, 16\]: return a"
+    ):
         attention.attend(*subject.inputs()[:3], subject.batch())

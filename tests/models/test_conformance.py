@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -214,19 +212,6 @@ BROKEN = {
     NeedsASeed: EVALUATION, ForgetsItsFeatures: CHECKPOINT, HasNoHalf: AUTOCAST, Overflows: AUTOCAST,
     OtherScale: EXACT, OtherGradient: EXACT, DecidesOnTheHost: COMPILED,
 }  # fmt: skip
-
-
-@pytest.fixture
-def registered() -> Iterator[Any]:
-    """Registers an attention as `trial`, for one test, and returns it."""
-
-    def register(cls: type, **facts: Any) -> Subject:
-        own: Any = type(cls.__name__, (cls,), {})
-        ATTENTIONS.register("trial", paper="", **{"exact": True, "causal": True, "ragged": True, **facts})(own)
-        return Subject("trial")
-
-    yield register
-    ATTENTIONS._classes.pop("trial", None)
 
 
 def failures(subject: Subject, compile: bool = False) -> dict[str, str]:

@@ -245,7 +245,9 @@ def test_a_mixer_that_is_not_ragged_gets_the_padded_form_and_its_shape_is_checke
     expected[[0, 3]] = 0
     assert torch.equal(mixer.mix_ragged(x, batch), expected)
     mixer.mix = lambda x, batch: x[:, :1]  # type: ignore[method-assign]
-    with pytest.raises(UsageError, match=r"attn=shifted returns \[T, 1\] for rows of \[T, 16\]: its mix must"):
+    with pytest.raises(
+        UsageError, match=r"mix of Shifted \(attn=shifted\) returns \[9, 1\] for rows of \[9, 16\]: return"
+    ):
         mixer.mix_ragged(x, batch)
 
 

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -271,6 +272,11 @@ BAD = {
         "own.py:19: RuntimeError: Expected size",
     ),
     "fact": ("exact=", "exat=", "own has no declaration that can be read .*'exat'"),
+    "text": ("dropout=False", 'dropout="no"', "own has no declaration that can be read \\(dropout='no': write True or"),
+    "dims": ("dropout=False", "head_dims=64", "\\(head_dims=64: write whole numbers in a tuple, as in \\(1, 64\\)\\)"),
+    "range": ("dropout=False", "head_dims=(64,)", "\\(head_dims=\\(64,\\): write the smallest and the largest, as in "),
+    "needs": ("dropout=False", 'requires="torch"', "\\(requires='torch': write texts in a tuple, one with a comma"),
+    "dtypes": ("dropout=False", 'dtypes=("fp32")', "\\(dtypes='fp32': write texts in a tuple, one with a comma"),
     "name": ('"own"', '"flash"', "attention 'flash' of own has the name of another attention: rename it"),
     "folder": ('"own"', '"my/own"', "attention 'my/own' of own: a name has letters, digits and _ alone, rename it"),
     "base": ("(Attention)", "", "own.py:10: Mine is no attention: subclass Attention or Mixer of lra.models.attention"),
@@ -281,6 +287,7 @@ BAD = {
         "own.py:10: the Config of Mine is no dataclass: write @dataclass",
     ),
     "default": (" = 1.0", "", "own.py:10: the Config of Mine has a field without a default, factor: give it one"),
+    "option": ("factor: float", "name: float", "own.py:10: the Config of Mine has a field name, which lra sets itself"),
     "type": (
         ": float",
         ": 'Size'",
@@ -308,6 +315,41 @@ def test_check_names_the_line_too():
     old, new, message = BAD["plain"]
     write("own.py", old, new)
     refused(command("check", "attn=own.py"), message)
+
+
+INIT = "    def __init__(self{}):\n        super().__init__({})\n\n    def forward"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("def forward(", "def attention(", "own.py:10: Mine lacks forward(self, q, k, v, batch): add it"),
+        ("v, batch):", "v):", "own.py:10: Mine has forward(self, q, k, v): write forward(self, q, k, v, batch)"),
+        (
+            "    def forward",
+            INIT.format("", ""),
+            "own.py:10: Mine has __init__(self): write __init__(self, config, spec)",
+        ),
+        ("return (", "(", "own.py:18: forward of Mine (attn=own) returns None for values of [{}, 2, {}]: return a"),
+        (".flatten(0, 1)", ".flatten(0, 1), q", "own.py:18: forward of Mine (attn=own) returns a tuple for values of "),
+        (".flatten(0, 1)", "", "own.py:18: forward of Mine (attn=own) returns ["),
+        (".flatten(0, 1)", ".flatten(0, 1)[1:]", "own.py:18: forward of Mine (attn=own) returns ["),
+    ],
+)
+def test_a_method_that_lra_can_not_use_is_one_line(old, new, message):
+    """As is a result of another shape, with the mend."""
+    write("own.py", old, new)
+    for done in (command("check", "attn=own.py", "device=cpu"), command("fit", *RUN, "attn=own.py")):
+        last = done.err.splitlines()[-1]
+        refused(done._replace(err=last + "\n"), re.escape(message).replace("\\{\\}", r"\d+"))
+        assert "write" in last or "add" in last or "batch.unpad" in last
+
+
+def test_methods_may_take_more_and_be_static():
+    write(
+        "own.py", "    def forward(self, q, k, v, batch):", "    @staticmethod\n    def forward(q, *rows, more=None):"
+    )
+    assert ATTENTIONS.get("own.py").name == "own"
 
 
 def test_an_error_that_lra_raises_is_not_taken_for_the_users():

@@ -47,6 +47,8 @@ class Capabilities:
             raise ValueError(
                 "mixes=True has no queries and keys: leave out exact=True, rotates=True and shared_qk=True"
             )
+        if not self.mixes and len(self.head_dims) != 2:
+            raise ValueError(f"head_dims={self.head_dims}: write the smallest and the largest, as in (1, 64)")
         if self.reads_residual and not self.mixes:
             raise ValueError("reads_residual=True is for mixers: add mixes=True")
         if self.mixes:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lra.batch import Batch
+from lra.config.sources import name_line
 from lra.errors import UsageError
 from lra.kernels import effective_dropout
 from lra.kernels.flash.layout import Layout
@@ -72,6 +75,23 @@ class Mixer(nn.Module):
             self._refuse(f"head dimensions that are multiples of {multiple}, not {spec.head_dim}")
 
     @classmethod
+    def method_flaw(cls, facts: Capabilities) -> str:
+        """Says which method lra can't call, and how to mend it; empty if it can call all."""
+        base = Attention if issubclass(cls, Attention) else Mixer
+        method = "forward" if base is Attention else "mix"
+        rows = ("q", "k", "v") if base is Attention else ("x", "residual") if facts.reads_residual else ("x",)
+        for name, given in (("__init__", ("config", "spec")), (method, (*rows, "batch"))):
+            function, wanted = getattr(cls, name), f"{name}({', '.join(('self', *given))})"
+            if function is getattr(base, name) and name == method:
+                return f"lacks {wanted}: add it"
+            bound = isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod)
+            try:
+                inspect.signature(function).bind(*given if bound else (cls, *given))
+            except TypeError:
+                return f"has {name}{inspect.signature(function)}: write {wanted}"
+        return ""
+
+    @classmethod
     def budget(cls, keys: int) -> dict[str, Any]:
         """Returns options with which a query costs about as much as `keys` keys; empty if no option sets the cost.
 
@@ -101,13 +121,18 @@ class Mixer(nn.Module):
         padded = batch.to_padded()
         return batch.unpad(padded.pad(self._shaped(mix(*rows, padded), rows[-1])))
 
-    def _shaped(self, out: Tensor, x: Tensor) -> Tensor:
-        """Returns `out`. UsageError if its features differ from those of x, as some could still be added to x."""
-        if out.shape[1:] != x.shape[1:]:
-            rows, wanted = ("[T, " + ", ".join(map(str, y.shape[1:])) + "]" for y in (out, x))
-            what, method = ("rows", "mix") if self.facts.mixes else ("values", "forward")
-            raise UsageError(f"attn={self.name} returns {rows} for {what} of {wanted}: its {method} must return that")
-        return out
+    def _shaped(self, out: Any, x: Tensor) -> Tensor:
+        """Returns `out`. UsageError if its shape is not that of x, as some others could still be added to x."""
+        if isinstance(out, Tensor) and out.shape == x.shape:
+            return out
+        what, method = ("rows", "mix") if self.facts.mixes else ("values", "forward")
+        found = [*out.shape] if isinstance(out, Tensor) else None if out is None else f"a {type(out).__name__}"
+        code = inspect.unwrap(getattr(type(self), method)).__code__
+        line = name_line(Path(code.co_filename), code.co_firstlineno)
+        raise UsageError(
+            f"{line}: {method} of {type(self).__name__} (attn={self.name}) returns {found} for {what} of {[*x.shape]}: "
+            "return a tensor of that shape, by batch.unpad if it is padded"
+        )
 
     def resolve(self, device: torch.device, precision: str) -> str:
         """Describes what computes this attention on a device. UsageError if nothing does in this precision."""

@@ -44,7 +44,10 @@ class CheckResult(NamedTuple):
 
 
 def parse_check(args: Sequence[str]) -> tuple[Subject, CheckOptions]:
-    """Returns what `lra check` checks, and its options. UsageError if the device has none of the attention's dtypes."""
+    """Returns what `lra check` checks, and its options.
+
+    UsageError if the device has none of the attention's dtypes, or if it returns no rows.
+    """
     overrides = parse_overrides(args)
     fields = tuple(
         Override(override.field.removeprefix("attn."), override.text)
@@ -54,7 +57,13 @@ def parse_check(args: Sequence[str]) -> tuple[Subject, CheckOptions]:
     options = parse_options(CheckOptions, [each for each in overrides if not each.field.startswith("attn.")])
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     subject = Subject(options.attn, device, fields)
-    _ = subject.dtype  # refuses a device or dtype
+    inputs = subject.inputs()  # refuses a device or dtype
+    try:
+        subject.call(subject.build(), subject.batch(), *inputs)
+    except UsageError:
+        raise
+    except Exception:  # the checks say which of them it fails
+        pass
     return subject, options
 
 
