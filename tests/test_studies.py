@@ -46,8 +46,8 @@ def test_preparing_is_timed_and_leaves_nothing(tmp_path, monkeypatch, capsys):
 
 def test_test_examples_that_are_in_train_are_counted(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LRA_DATA", str(tmp_path / "stores"))
-    texts = {"train": ["good", "bad", "dull"], "test": ["bad", "new", "bad", "go"]}
-    columns = {split: {"text": some, "label": [0, 1, 1, 0][: len(some)]} for split, some in texts.items()}
+    texts = {"train": ["good", "bad", "dull", *map(str, range(7))], "test": ["bad", "new", "bad", "go"]}
+    columns = {split: {"text": some, "label": [i % 2 for i in range(len(some))]} for split, some in texts.items()}
     mirror, out = write_imdb(tmp_path / "imdb", **columns), tmp_path / "studies" / "overlap" / "cpu" / "some.json"
     assert overlap.main(["--task", "task=text", f"source={mirror}", "--out", str(out)]) == 0
     assert json.loads(out.read_text())["stores"] == [{"task": "text@1", "fields": [], "test": 4, "in_train": 2}]

@@ -59,8 +59,8 @@ def _recipe_of_init(overrides: Iterable[Override]) -> str | None:
 
     try:
         recipe = checkpoints.read_checkpoint(given["init"])[1]["config"]["recipe"]
-    except UsageError as error:
-        raise UsageError(f"{error}; its recipe would be taken, so give recipe= if the run is there already") from None
+    except UsageError:  # no checkpoint: reading its weights reports that
+        return None
     try:
         return recipe if given.get("task") in read_recipe(recipe)["tasks"] else None
     except UsageError:

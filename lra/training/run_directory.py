@@ -103,6 +103,8 @@ class RunDirectory:
                 can_resume = not list_differences(saved, self.config, (*RESUME_FIELDS, *self.places))
                 go_on = f"resume={self.last} to go on from it" if can_resume else f"init={self.last} to start from it"
                 more = f", with {go_on}" if self.last.exists() else ""
+                if (recipe := saved.get("recipe")) != self.config["recipe"]:  # as where init=, which names it, is gone
+                    more += f"; or give recipe={recipe}, which that run has"
                 raise UsageError(
                     f"{self.path} holds a run with another configuration ({'; '.join(changed)}): "
                     f"choose another name={more}"
