@@ -27,6 +27,11 @@ def task_version(config: Any) -> int:
     return getattr(config, "version", TASKS.get_declared(config.name).facts.version)
 
 
+def is_published(config: Any) -> bool:
+    """Whether a task's data is a published set: its field `source` only says where a copy lies."""
+    return getattr(type(config), "source", "generate") != "generate"
+
+
 def versioned_name(config: Any) -> str:
     """`listops@1`: the task of a configuration and its version, as checkpoints, results and stores name it."""
     return f"{config.name}@{task_version(config)}"

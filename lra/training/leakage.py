@@ -15,7 +15,7 @@ from typing import Any
 from lra.config.override import parse_overrides
 from lra.config.schema import LATER_FIELDS
 from lra.errors import UsageError
-from lra.tasks import TASKS, versioned_name
+from lra.tasks import TASKS, is_published, versioned_name
 
 # fields that choose no other set. Expression i of a seed is the i-th that fits the lengths, so other lengths give
 # mostly the same expressions; `shifted_split` says what that leaves open
@@ -63,8 +63,7 @@ def training_set(task: Any) -> tuple[str, int | str]:
     held_out = getattr(task, "protocol", None) == "heldout"
     same = SAME_SET_FIELDS if generated else SAME_SET_FIELDS | {"data_seed"}
     of = [f"{field.name}={getattr(task, field.name)}" for field in fields(task) if field.name not in same]
-    # for other sources any copy has the same examples
-    if not generated and hasattr(task, "source") and type(task)().source == "generate":
+    if not generated and hasattr(task, "source") and not is_published(task):  # any copy has the same examples
         of.insert(0, f"source={Path(task.source).name}")
     name = ", ".join([versioned_name(task), *of])
     return name, task.train if generated else f"data_seed={task.data_seed}" if held_out else ALL_OF_TRAIN

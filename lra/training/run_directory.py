@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from lra.config.schema import LATER_FIELDS, UNSAVED_FIELDS
 from lra.config.start_rules import START
 from lra.errors import UsageError, explain_system_error
 from lra.files import replace_file
-from lra.tasks import TASKS, versioned_name
+from lra.tasks import TASKS, is_published, versioned_name
 from lra.training.run_files import EndStatus, read_config, read_environments, read_whole_result
 
 RUNS_FOLDER = Path("checkpoints") / "runs"
@@ -47,9 +47,8 @@ class RunDirectory:
 
     def __init__(self, composed: ComposedConfig):
         run = composed.config
-        # fields that only say where data lies: each copy of a published data set has the same examples
-        published = getattr(type(run.task), "source", "generate") != "generate"
-        self.places = ("task.source",) if published else ()
+        # fields that only say where data lies
+        self.places = ("task.source",) if is_published(run.task) else ()
         unnamed = (*UNNAMED_FIELDS, *self.places)
         self.overrides = [str(override) for override in composed.overrides if override.field not in unnamed]
         middle = run.name or "+".join([run.recipe, *([short_name(",".join(self.overrides))] if self.overrides else [])])
@@ -99,8 +98,8 @@ class RunDirectory:
                     f"{file} is damaged or no configuration of a run: move {self.path} away, or choose another name="
                 )
             self.refuse_version("run", self.task_of(saved))
-            if changed := list_differences(saved, self.config, (*HARDWARE_FIELDS, *self.places)):
-                can_resume = not list_differences(saved, self.config, (*RESUME_FIELDS, *self.places))
+            if changed := self.list_changes(saved, HARDWARE_FIELDS):
+                can_resume = not self.list_changes(saved, RESUME_FIELDS)
                 go_on = f"resume={self.last} to go on from it" if can_resume else f"init={self.last} to start from it"
                 more = f", with {go_on}" if self.last.exists() else ""
                 if (recipe := saved.get("recipe")) != self.config["recipe"]:  # as where init=, which names it, is gone
@@ -124,6 +123,10 @@ class RunDirectory:
             raise UsageError(
                 f"{self.path} holds an unfinished run: add resume=auto to go on, or name= to start another"
             )
+
+    def list_changes(self, saved: Mapping[str, Any], ignored: Collection[str] = ()) -> list[str]:
+        """Lists the fields in which this run differs from a saved configuration, but for `ignored` and `places`."""
+        return list_differences(saved, self.config, (*ignored, *self.places))
 
     def refuse_version(self, what: str, task: str) -> None:
         """Raises a UsageError if a run or a result is of another version of the task."""

@@ -16,7 +16,7 @@ import pytorch_lightning as pl
 import torch
 
 from lra import caches, environment
-from lra.config.compose import ComposedConfig, list_differences
+from lra.config.compose import ComposedConfig
 from lra.config.schema import RunConfig
 from lra.errors import UsageError, explain_system_error, is_out_of_memory
 from lra.files import replace_file
@@ -200,7 +200,7 @@ def _facts(composed: ComposedConfig, parts: Assembly, begun: StartingPoint) -> d
 
 def _refuse_other(there: dict[str, Any], here: RunDirectory, checkpoint: Path) -> None:
     """Raises a UsageError if a checkpoint's run differs in more than `RESUME_FIELDS` and where its data lies."""
-    if changed := list_differences(there, here.config, (*RESUME_FIELDS, *here.places)):
+    if changed := here.list_changes(there, RESUME_FIELDS):
         raise UsageError(
             f"{checkpoint} is of a run with another configuration ({'; '.join(changed)}): "
             f"give its fields, or take its weights alone, init={checkpoint}"

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lra.config.compose import list_differences
 from lra.errors import UsageError
 from lra.experiments.grid.grid import Cell
 from lra.training import curves
@@ -184,10 +183,10 @@ def _computes_the_same(cell: Cell, result: Mapping[str, Any] | None) -> bool:
     if found is None:
         raise UsageError(f"{file} is damaged: remove the directory")
     cell.directory.refuse_version("run", cell.directory.task_of(found))
-    if changed := list_differences(found, cell.directory.config, (*HARDWARE_FIELDS, *cell.directory.places)):
+    if changed := cell.directory.list_changes(found, HARDWARE_FIELDS):
         raise UsageError(
             f"{path} holds a run with another configuration ({'; '.join(changed)}): move it away, or choose name="
         )
     if result is not None:
         cell.directory.refuse_version("result", result["task"])
-    return not list_differences(found, cell.directory.config, cell.directory.places)
+    return not cell.directory.list_changes(found)
