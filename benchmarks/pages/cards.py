@@ -28,6 +28,7 @@ from lra.experiments.results.card import (
     training_command,
     used_attention,
 )
+from lra.experiments.results.run_groups import setting_of
 
 RELEASES = measured.ROOT / "checkpoints"
 # what lit pixels' weights are known to begin, and how: from those of Path-64 nobody learned Path-X yet
@@ -160,15 +161,18 @@ def _chosen_by(chain: list[Result]) -> Iterator[str]:
 
 def _seeds(result: Result, runs: dict[str, list[tuple[Path, Result]]]) -> dict[int, Result]:
     """The results that differ from this one in nothing but the seed, itself included, by seed."""
-    stem = result["directory"].removesuffix(f"-s{result['seed']}")
-    of_stem = (found[0][1] for directory, found in runs.items() if directory.rpartition("-s")[0] == stem)
-    return dict(sorted((found["seed"], found) for found in of_stem))
+    own = Path(result["directory"])
+    alike = [
+        found
+        for directory, ((_, found), *_) in runs.items()
+        if (path := Path(directory)).parent == own.parent and setting_of(path) == setting_of(own)
+    ]
+    return {found["seed"]: found for found in sorted(alike, key=lambda found: found["seed"])}
 
 
 def _mean(seeds: dict[int, Result]) -> str:
-    """Mean and standard deviation of test accuracies, in %; empty for one seed."""
-    scores = [100 * found["test"]["accuracy"] for found in seeds.values()]
-    return f"{format_mean_std(scores, 1)} ({len(scores)})" if len(scores) > 1 else ""
+    """Mean and standard deviation of test accuracies, in %."""
+    return format_mean_std([100 * found["test"]["accuracy"] for found in seeds.values()], 1)
 
 
 def _beside_other_seeds(result: Result, runs: dict[str, list[tuple[Path, Result]]]) -> Iterator[str]:
@@ -178,7 +182,7 @@ def _beside_other_seeds(result: Result, runs: dict[str, list[tuple[Path, Result]
     best = result["val"]["accuracy"] == max(found["val"]["accuracy"] for found in seeds.values())
     chosen = ", the best of them on validation" if best else ""
     yield (
-        f"{len(seeds)} seeds were trained in this way, with {scores} on test: {_mean(seeds).partition(' (')[0]}. "
+        f"{len(seeds)} seeds were trained in this way, with {scores} on test: {_mean(seeds)}. "
         f"These are the weights of seed {result['seed']}{chosen}."
     )
 
@@ -261,11 +265,13 @@ def make(releases: Path = RELEASES, results: Path = measured.RUNS) -> dict[Path,
         releases / name / "README.md": card(name, result, runs, levels.get(digest(releases / name)))
         for name, result in found.items()
     }
+    seeds = {name: _seeds(result, runs) for name, result in found.items()}
+    means = {name: f"{_mean(own)} ({len(own)})" for name, own in seeds.items() if len(own) > 1}
     rows = [
         (
             f"[{name}]({name}/README.md){mark(result)}",
             f"`{result['task']}`", result.get("protocol") or "", _league(result, runs), f"`{result['attn']}`",
-            format_accuracy(result["test"]), _mean(_seeds(result, runs)), others.get(digest(releases / name), ""),
+            format_accuracy(result["test"]), means.get(name, ""), others.get(digest(releases / name), ""),
             f"{result['parameters']:,}",
         )
         for name, result in found.items()

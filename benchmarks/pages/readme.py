@@ -31,7 +31,7 @@ from benchmarks.pages.mixers import long_mixers, mixers
 from benchmarks.pages.speeds import materialised, speedup
 from benchmarks.pages.tables import OVERLAP, caveats, sections, with_seeds
 from benchmarks.studies.plateau.settings import SETTINGS, file_name
-from lra.config.recipes import read_recipe, recipe_names
+from lra.config.recipes import recipes_of
 from lra.config.registry import Registry
 from lra.experiments.results.ledger import finished_hardware
 from lra.tasks import TASKS
@@ -55,9 +55,8 @@ Row = Sequence[str]
 
 def tasks(_: Path) -> str:
     def row(name: str, facts: dict[str, Any], what: str) -> Row:
-        covered = [recipe for recipe in recipe_names() if name in read_recipe(recipe)["tasks"]]
         version = f"`{name}@{facts['version']}`"
-        return version, what, f"{facts['length']:,}", str(facts["classes"]), " ".join(covered), facts["paper"]
+        return version, what, f"{facts['length']:,}", str(facts["classes"]), " ".join(recipes_of(name)), facts["paper"]
 
     header = ("task", "what", "longest", "classes", "recipes", "source")
     return table(header, (row(*entry) for entry in _catalogue(TASKS)))
