@@ -118,8 +118,10 @@ def name_line(file: Path, line: int | None) -> str:
 
 def _keep_digest(module: str) -> None:
     """Keeps the digest of a module's code from the first time on, if it is outside lra."""
+    if module in _own_code:
+        return
     file = find_source(module.partition(".")[0]) or find_source(module)  # the folder above may be no package
-    if module not in _own_code and file is not None and not file.is_relative_to(_LRA):
+    if file is not None and not file.is_relative_to(_LRA):
         code = file.parent if file.name == "__init__.py" else file
         _own_code[module] = code, _digest(code)
 

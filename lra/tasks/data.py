@@ -137,14 +137,16 @@ class TaskData(pl.LightningDataModule):
         return [f"{store.path.name}: {text}" for text in store.manifest.get("differences", ())]
 
     def _checked(self, store: Store) -> Store:
-        task, found, asked = self.content().task, store.manifest["source"], self.content().source
-        if self.config.source != type(self.config)().source and found != asked:
-            raise UsageError(f"{task} was prepared from {found}, not from {asked}; run: {self.command()} force=true")
-        found, asked = store.manifest["generator"], self.generator
-        if found != asked:
-            raise UsageError(f"{task} was prepared by '{found}', not by '{asked}'; run: {store.command} force=true")
-        if store.manifest["vocabulary_hash"] != vocabulary_hash(self.vocabulary):
-            raise UsageError(f"{task} was prepared with another vocabulary; run: {store.command} force=true")
+        asked, found = self.content(), store.manifest
+        other = None
+        if self.config.source != type(self.config)().source and found["source"] != asked.source:
+            other = f"from {found['source']}, not from {asked.source}"
+        elif found["generator"] != asked.generator:
+            other = f"by '{found['generator']}', not by '{asked.generator}'"
+        elif found["vocabulary_hash"] != vocabulary_hash(asked.vocabulary):
+            other = "with another vocabulary"
+        if other:
+            raise UsageError(f"{asked.task} was prepared {other}; run: {store.command} force=true")
         return store
 
     def _check_splits(self, store: Store) -> None:

@@ -106,15 +106,14 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str
         for other in (given / name for name in STAND_INS["model.safetensors"]):
             if os.path.isfile(other):
                 raise UsageError(f"{given} has no model.safetensors, which a run writes at its end: give {other}")
-        there = os.path.isfile(given / "result.json")
-        if there and (ended := read_result(given / "result.json")) and ended["status"] != "finished":
-            error = textwrap.shorten(str(ended.get("error")), 300, placeholder=" …")
-            raise UsageError(
-                f"{given} has no weights, its run failed ({error}): mend that and train again, "
-                "or choose another checkpoint"
-            )
-        if there:  # merged from an archive
-            raise UsageError(
+        if os.path.isfile(given / "result.json"):
+            if (ended := read_result(given / "result.json")) and ended["status"] != "finished":
+                error = textwrap.shorten(str(ended.get("error")), 300, placeholder=" …")
+                raise UsageError(
+                    f"{given} has no weights, its run failed ({error}): mend that and train again, "
+                    "or choose another checkpoint"
+                )
+            raise UsageError(  # merged from an archive
                 f"{given} has a result and no weights: merge an archive packed with checkpoints=weights, "
                 "or remove the directory, and it is trained again"
             )

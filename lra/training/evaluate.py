@@ -81,7 +81,8 @@ def test(*args: str) -> dict[str, Any]:
     weights, identity = checkpoints.read_checkpoint(path)
     saved = transfer.drop_origin(identity["config"])
     saved["trainer"] = {field: saved["trainer"][field] for field in ("precision", "accelerator")}
-    saved.pop("augment", None)  # of training alone, as all of optim but what advice on diverged weights depends on
+    # both are of training alone; advice on weights that diverged depends on the clip
+    saved.pop("augment", None)
     saved["optim"] = {"clip": as_mapping(saved.get("optim")).get("clip")}
     saved["model"] |= {"dropout": 0.0, "attn_dropout": 0.0}  # not every attention can have dropout
     run = restore(RunConfig, REGISTRIES, saved, given.values())

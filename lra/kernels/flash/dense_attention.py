@@ -135,7 +135,7 @@ def attend_sequences(
             return fallback(as_rows(q), as_rows(k), as_rows(v), Problem(*problem)).view(q.shape)
     _check_triton(q, layout, fallback_name)
     direct = needs_no_dispatcher(q, k, v, start, length, seed, index)
-    if direct and all(map(flattens, (q, k, v))) and type(causal) is type(deterministic) is bool:
+    if direct and all(map(flattens, (q, k, v))) and type(deterministic) is bool:
         return FlashFunction.apply(run_flash_forward, q, k, v, problem)[0]
     out, _ = flash_forward(as_rows(q), as_rows(k), as_rows(v), *problem)
     return out.view(q.shape)
